@@ -1,0 +1,1 @@
+"""Words and wiring that every other package shares; imports no torch."""

@@ -1,0 +1,181 @@
+"""Every setting of every process: the one place that reads environment, YAML and flags.
+
+A setting comes, first match wins, from a flag, from ``BATON_<NAME>``, from the YAML file named by
+``--config`` or ``BATON_CONFIG``, or from the default here. Settings are frozen; what is found out
+at start (ports, block counts) lives in other types. Secrets come by file only.
+Names are vLLM's where the meaning is the same.
+"""
+
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from common.errors import ConfigError
+from common.types import LocalPrefill, Role
+
+PROTOCOL_VERSION = 1
+
+
+class ProcessSettings(BaseSettings):
+    """What every Baton process needs to find the others."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="BATON_", frozen=True, extra="forbid", validate_default=True
+    )
+
+    nats_url: str = Field("nats://127.0.0.1:4222", description="where nats-server listens")
+    nats_credentials_file: Path | None = Field(
+        None, description="JSON file with user and password for NATS; mode 0600"
+    )
+    token_file: Path | None = Field(
+        None, description="file with the run's token, which every internal call carries; mode 0600"
+    )
+    host: str = Field("127.0.0.1", description="address to listen on")
+    advertise_host: str | None = Field(None, description="name or address other processes dial")
+    admin_port: int = Field(0, ge=0, le=65535, description="metrics, health, debug; 0 means free")
+    otlp_endpoint: str | None = Field(None, description="OTLP/gRPC collector, host:port")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level")
+    failpoints: str = Field("", description="tests only: name=action@count;...")
+    allow_failpoints: bool = Field(False, description="tests and --chaos only")
+    reflection: bool = Field(False, description="serve gRPC reflection")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings)
+
+    @model_validator(mode="after")
+    def _failpoints_are_for_tests(self) -> Self:
+        if self.failpoints and not self.allow_failpoints:
+            raise ValueError("failpoints need allow_failpoints (tests and --chaos only)")
+        return self
+
+
+class GatewaySettings(ProcessSettings):
+    """The front: gRPC (and HTTP) for clients, dispatch to both pools."""
+
+    gateway_id: str = Field(default_factory=lambda: f"gw-{secrets.token_hex(6)}")
+    model: str = Field("default", description="prepared model entry (DIR), oracle or null")
+    grpc_port: int = Field(50051, ge=0, le=65535, description="public gRPC port; 0 means free")
+    max_message_bytes: int = Field(16 << 20, ge=1 << 16, description="largest public message")
+    max_model_len: int | None = Field(None, ge=1, description="longest prompt + output")
+    max_queued_requests: int = Field(1024, ge=1, description="requests waiting for a worker")
+    max_queued_tokens: int = Field(1 << 20, ge=1, description="prompt tokens waiting for a worker")
+    request_timeout_s: float = Field(600.0, gt=0, le=86400, description="longest life of a request")
+    flush_interval_s: float = Field(0.02, ge=0, le=1, description="at most one message a stream in")
+    max_attempts: int = Field(3, ge=1, le=100, description="failures before a request is given up")
+    worker_timeout_s: float = Field(3.0, gt=0, description="silence after which a peer is dead")
+    slow_client_s: float = Field(30.0, gt=0, description="a buffer that does not shrink: cancel")
+    drain_budget_s: float = Field(60.0, ge=0, description="time to finish after SIGTERM")
+    max_n: int = Field(16, ge=1, le=1024, description="largest n of one request")
+    max_logprobs: int = Field(20, ge=0, le=1000, description="largest logprobs of one request")
+
+
+class WorkerSettings(ProcessSettings):
+    """What prefill and decode workers share."""
+
+    worker_id: str | None = Field(None, description="default: role, host and a start nonce")
+    model: str = Field("default", description="prepared model entry (DIR), oracle or null")
+    port: int = Field(0, ge=0, le=65535, description="internal gRPC port; 0 means free")
+    device: str = Field("cpu", description="cpu or cuda[:N]")
+    dtype: Literal["float32", "float16", "bfloat16"] = Field("float32", description="activations")
+    kernels: Literal["auto", "torch", "triton"] = Field("auto", description="attention and friends")
+    transport: Literal["auto", "shm", "tcp"] = Field("auto", description="KV hand-off")
+    pool_dir: Path = Field(Path("/dev/shm"), description="where shm pools lie; a tmpfs")
+    block_size: int = Field(16, ge=1, le=256, description="tokens a KV block")
+    num_blocks: int | None = Field(None, ge=2, description="KV blocks, instead of a memory size")
+    kv_cache_memory_bytes: int = Field(1 << 30, ge=1 << 16, description="KV pool on a CPU")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the device")
+    enable_prefix_caching: bool = Field(True, description="reuse blocks of equal prefixes")
+    enable_chunked_prefill: bool = Field(True, description="split long prompts over steps")
+    max_num_batched_tokens: int = Field(512, ge=1, description="tokens a step")
+    max_num_seqs: int = Field(256, ge=1, description="sequences a step")
+    max_model_len: int | None = Field(None, ge=1, description="longest prompt + output")
+    async_depth: int | None = Field(None, ge=0, le=1, description="steps in flight")
+    lease_s: float = Field(10.0, gt=0, description="life of an offer without renewal")
+    drain_budget_s: float = Field(60.0, ge=0, description="time to finish after SIGTERM")
+    step_delay_ms: float = Field(0.0, ge=0, description="oracle and null runners: pace of a step")
+    oracle_vocab_size: int = Field(512, ge=2, le=65536, description="oracle runner's vocabulary")
+
+
+class PrefillSettings(WorkerSettings):
+    @property
+    def role(self) -> Role:
+        return Role.PREFILL
+
+
+class DecodeSettings(WorkerSettings):
+    local_prefill: LocalPrefill = Field(LocalPrefill.AUTO, description="compute prompts here")
+    decode_lookahead: float = Field(1.25, ge=1, le=4, description="promises over the pool's size")
+    outbox_max_bytes: int = Field(64 << 20, ge=1 << 16, description="undelivered tokens a gateway")
+    outbox_timeout_s: float = Field(4.0, gt=0, description="outbox not drained for this: closed")
+
+    @property
+    def role(self) -> Role:
+        return Role.DECODE
+
+
+def advertised(settings: ProcessSettings) -> str:
+    """Host name or address that other processes dial; never a wildcard address."""
+    if settings.advertise_host:
+        return settings.advertise_host
+    if settings.host in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return settings.host
+
+
+SettingsT = TypeVar("SettingsT", bound=ProcessSettings)
+
+
+def load(
+    kind: type[SettingsT], flags: dict[str, Any], config_file: Path | None = None
+) -> SettingsT:
+    """Settings of one process. ``flags`` holds what was given on the command line (None: not
+    given). Raises ConfigError naming the setting and what would do."""
+    path = config_file or (Path(os.environ["BATON_CONFIG"]) if os.getenv("BATON_CONFIG") else None)
+    values = _from_yaml(kind, path) if path else {}
+    values = {k: v for k, v in values.items() if f"BATON_{k.upper()}" not in os.environ}
+    values.update({k: v for k, v in flags.items() if v is not None})
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else kind.__name__
+        raise ConfigError(name, str(first["msg"])) from None
+
+
+def _from_yaml(kind: type[ProcessSettings], path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError("config", f"cannot read {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError("config", f"{path} must hold a mapping of settings")
+    known = {k: v for k, v in content.items() if k in kind.model_fields}
+    return known
+
+
+def read_secret(path: Path, setting: str) -> str:
+    """Content of a secret file; refuses one that others may read."""
+    try:
+        mode = path.stat().st_mode & 0o077
+        text = path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(setting, f"cannot read {path}: {error.strerror}") from None
+    if mode:
+        raise ConfigError(setting, f"{path} is readable by others; chmod 600 it")
+    if not text:
+        raise ConfigError(setting, f"{path} is empty")
+    return text

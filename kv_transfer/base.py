@@ -1,0 +1,146 @@
+"""The two interfaces of a KV hand-off. They know blocks, a layout, tensors; no request, no token.
+
+Who calls what, when, how often::
+
+    exporter side (prefill worker)                 importer side (decode worker)
+    ------------------------------                 -----------------------------
+    addresses()   once, for Hello                  connect(peer)   once per peer and epoch
+    seal(blocks)  once per offer, before the
+                  ticket leaves: checksums
+    send(...)     on every claim (no-op for        fetch(...)      once per claim, blocking, on a
+                  pull transports)                                 transfer thread
+    close()       once                             forget(...)     when the peer's epoch ended
+
+Around a fetch stands the lease (kv_transfer/lease.py): the importer claims before it copies, and
+may use what it copied only after the exporter answered its settle with OK.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.types import BlockRef, Epoch, KVLayout, WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class ShmAddress:
+    """The pool file's name is built from these by the reader itself, in its own directory."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    host: str
+    port: int
+    tls: bool = False
+
+
+TransportAddress = ShmAddress | TcpAddress
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An exporting worker as its Hello described it."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+    layout: KVLayout
+    num_blocks: int
+    addresses: tuple[TransportAddress, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """One block of a fetch: from the peer's ``source`` into the local block ``target``; the copy
+    must hash to ``checksum`` (None where the layout says none)."""
+
+    source: BlockRef
+    target: BlockRef
+    checksum: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseProof:
+    """What a push or tcp transport shows to the exporter; never logged."""
+
+    lease_id: str
+    secret: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    num_blocks: int
+    num_bytes: int
+    duration_s: float
+
+
+class CancelFlag:
+    """Set from any thread; a fetch looks at it between blocks and raises TransferCancelled."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+
+class KVExporter(ABC):
+    """Owns nothing but the way to its pool; blocks and leases belong to others."""
+
+    name: str
+
+    @abstractmethod
+    def address(self) -> TransportAddress:
+        """What peers need to reach this pool."""
+
+    @abstractmethod
+    def seal(self, blocks: Sequence[BlockRef]) -> tuple[int, ...]:
+        """Checksums of the blocks as they lie in the pool now, () where the layout says none."""
+
+    @abstractmethod
+    def send(self, proof: LeaseProof, blocks: Sequence[BlockRef]) -> None:
+        """Starts pushing the claimed blocks. Does nothing where the peer reads the pool itself.
+        (tcp: from now on the data port serves these blocks to the holder of the proof.)"""
+
+    @abstractmethod
+    def revoke(self, lease_id: str) -> None:
+        """The lease has ended, whichever way: nothing more is served or pushed under it."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class KVImporter(ABC):
+    """Copies blocks of peers into the local pool. All methods but ``close`` run on one transfer
+    thread; ``fetch`` blocks it."""
+
+    name: str
+
+    @abstractmethod
+    def connect(self, peer: Peer) -> None:
+        """Raises PeerLost or LayoutMismatch. Idempotent for the same worker and epoch."""
+
+    @abstractmethod
+    def fetch(
+        self,
+        peer: Peer,
+        proof: LeaseProof,
+        copies: Sequence[BlockCopy],
+        cancel: CancelFlag,
+    ) -> FetchResult:
+        """Copies all blocks, checking each right after its copy. Raises ChecksumMismatch, PeerLost
+        or TransferCancelled; the targets' content is then undefined and must not be used."""
+
+    @abstractmethod
+    def forget(self, worker_id: WorkerId, epoch: Epoch) -> None:
+        """The peer's epoch has ended: drop mappings and connections."""
+
+    @abstractmethod
+    def close(self) -> None: ...
