@@ -23,6 +23,8 @@ from common.errors import BatonError
 JOB_SUBJECT = "baton.prefill.any"
 DISCOVER_SUBJECT = "baton.discover"
 REPORT_SUBJECTS = "baton.worker.*"
+# The largest message, headers included; a setting of nats-server, so all parts must agree on it.
+MAX_MESSAGE_BYTES = 8 << 20
 
 
 def worker_job_subject(worker_id: str) -> str:
@@ -59,6 +61,10 @@ class BusTimeout(BusError):
 
 class QueueFull(BusError):
     """The job queue holds as many jobs as it may."""
+
+
+class MessageTooLarge(BusError):
+    """More than MAX_MESSAGE_BYTES; never sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ class Bus(Protocol):
     async def publish(
         self, subject: str, data: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Fire and forget. Raises BusTimeout when the link is down."""
+        """Fire and forget. Raises BusTimeout when the link is down, MessageTooLarge."""
         ...
 
     async def request(
@@ -110,7 +116,7 @@ class Bus(Protocol):
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
-        """Raises NoResponders or BusTimeout."""
+        """Raises NoResponders, BusTimeout or MessageTooLarge."""
         ...
 
     async def subscribe(self, subject: str, handler: Handler) -> None:
@@ -128,7 +134,8 @@ class Bus(Protocol):
     async def publish_job(
         self, data: bytes, message_id: str, headers: Mapping[str, str] | None = None
     ) -> None:
-        """Raises QueueFull or BusTimeout."""
+        """Raises QueueFull, BusTimeout or MessageTooLarge. After a BusTimeout the job may or may
+        not be in the queue."""
         ...
 
     async def fetch_job(self, timeout_s: float) -> Job | None:

@@ -1,0 +1,1 @@
+"""The decode worker: takes a ticket's offer, fetches the blocks, streams tokens."""

@@ -18,7 +18,11 @@ may use what it copied only after the exporter answered its settle with OK.
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from common.types import BlockRef, Epoch, KVLayout, WorkerId
 
@@ -39,7 +43,28 @@ class TcpAddress:
     tls: bool = False
 
 
-TransportAddress = ShmAddress | TcpAddress
+@dataclass(frozen=True, slots=True)
+class LoopbackAddress:
+    """A pool of the same process; never on a wire."""
+
+    worker_id: WorkerId
+    epoch: Epoch
+
+
+TransportAddress = ShmAddress | TcpAddress | LoopbackAddress
+
+
+@dataclass(frozen=True, slots=True)
+class HostIdentity:
+    """What two ends compare to learn whether they can share memory."""
+
+    boot_id: str
+    hostname: str
+    device_uuids: tuple[str, ...] = ()
+
+    def shares_memory_with(self, other: "HostIdentity") -> bool:
+        """One kernel, since one boot. Whether the pool's folder is shared a probe must tell."""
+        return bool(self.boot_id) and self.boot_id == other.boot_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +80,10 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """One block of a fetch: from the peer's ``source`` into the local block ``target``; the copy
-    must hash to ``checksum`` (None where the layout says none)."""
+    """One block of a fetch: the offer's ``index``-th, from the peer's ``source`` into the local
+    block ``target``; the copy must hash to ``checksum`` (None where the layout says none)."""
 
+    index: int
     source: BlockRef
     target: BlockRef
     checksum: int | None
@@ -76,6 +102,7 @@ class FetchResult:
     num_blocks: int
     num_bytes: int
     duration_s: float
+    transport: str
 
 
 class CancelFlag:
@@ -89,6 +116,26 @@ class CancelFlag:
 
     def is_set(self) -> bool:
         return self._event.is_set()
+
+
+# Pools of one process by worker and epoch: what loopback has instead of a network.
+LoopbackHub = dict[tuple[WorkerId, Epoch], NDArray[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class TransportSettings:
+    """What transports are told at start; each uses its own part.
+
+    shm: ``pool_dir``. tcp: listens on ``host``, a free port, and is dialled as ``advertise_host``;
+    off loopback it refuses unless ``insecure`` says that the network is trusted.
+    loopback: both ends are given the same ``loopback_hub``.
+    """
+
+    pool_dir: Path = Path("/dev/shm")
+    host: str = "127.0.0.1"
+    advertise_host: str = "127.0.0.1"
+    insecure: bool = False
+    loopback_hub: LoopbackHub = field(default_factory=dict)
 
 
 class KVExporter(ABC):

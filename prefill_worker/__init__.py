@@ -1,0 +1,1 @@
+"""The prefill worker: owns a job, computes its prompt, offers the blocks, answers with a ticket."""

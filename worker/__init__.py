@@ -1,0 +1,1 @@
+"""What prefill and decode workers share: assembly, registration, admin port, drain, spans."""

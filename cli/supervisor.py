@@ -1,0 +1,165 @@
+"""What `baton up` does between its first and its last line.
+
+1. nats-server starts, then workers and gateways, all at once, each with its share of the cores;
+2. every child has said that it is ready, and every gateway that a request would succeed;
+3. a child that dies is started again, with growing pauses; nats-server too, on its old port;
+4. on the way out gateways drain first, then workers, then nats-server stops.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from cli.child import Child, ChildFailed, ChildSpec, Ready
+from common.client import BatonClient
+from common.errors import BatonError, ConfigError, Unavailable
+from common.nats_server import NatsServer
+
+Report = Callable[[str], None]
+
+_BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+# A child that lived this long died of something new.
+_HEALTHY_S = 60.0
+_READY_S = 60.0
+_READY_POLL_S = 0.05
+# What a process needs after its drain budget, to close what it holds.
+_EXIT_S = 5.0
+
+
+def threads_per_engine(num_engines: int) -> int:
+    """Cores divided by engines: two engines of two threads each on two cores run 100 times slower
+    than of one (docs/design.md, section 6)."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, num_engines))
+
+
+class Supervisor:
+    """Owns all children. ``report`` is told what a user should know while they run;
+    ``on_change`` that pids have changed."""
+
+    def __init__(
+        self,
+        nats: NatsServer,
+        workers: Sequence[ChildSpec],
+        gateways: Sequence[ChildSpec],
+        log_dir: Path,
+        drain_budget_s: float,
+        report: Report,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._nats = nats
+        self._workers = [Child(spec, log_dir) for spec in workers]
+        self._gateways = [Child(spec, log_dir) for spec in gateways]
+        self._grace_s = drain_budget_s + _EXIT_S
+        self._report = report
+        self._on_change = on_change
+        self._keepers: list[asyncio.Task[None]] = []
+
+    @property
+    def workers(self) -> list[Ready]:
+        return [child.ready for child in self._workers if child.ready is not None]
+
+    @property
+    def gateways(self) -> list[Ready]:
+        return [child.ready for child in self._gateways if child.ready is not None]
+
+    async def start(self) -> None:
+        """Returns when a request to any gateway would succeed. Raises ConfigError or ChildFailed;
+        `stop` is to be called then too."""
+        async with asyncio.TaskGroup() as group:
+            for child in (*self._workers, *self._gateways):
+                group.create_task(child.start())
+        try:
+            async with asyncio.timeout(_READY_S):
+                for gateway in self.gateways:
+                    await self._until_complete(gateway.grpc)
+        except TimeoutError:
+            raise ChildFailed(
+                f"the workers did not find the gateways within {_READY_S:.0f} s"
+            ) from None
+        loop = asyncio.get_running_loop()
+        children = (*self._workers, *self._gateways)
+        self._keepers = [loop.create_task(self._keep(child)) for child in children]
+        if hasattr(os, "pidfd_open"):
+            self._keepers.append(loop.create_task(self._keep_nats()))
+
+    async def stop(self) -> None:
+        """In order; never raises for what a child does."""
+        for task in self._keepers:
+            task.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for group in (self._gateways, self._workers):
+            await asyncio.gather(*(child.stop(self._grace_s) for child in group))
+
+    def kill(self) -> None:
+        for child in (*self._gateways, *self._workers):
+            child.signal(signal.SIGKILL)
+
+    async def _until_complete(self, address: str) -> None:
+        """Until the gateway there knows all workers as ready and would take a request."""
+        expected = {worker.id for worker in self.workers}
+        async with BatonClient(address) as client:
+            while True:
+                try:
+                    workers = (await client.list_workers()).workers
+                    ready = {w.worker_id for w in workers if w.state == "ready"}
+                    if expected <= ready and await client.ready():
+                        return
+                except Unavailable:
+                    pass
+                await asyncio.sleep(_READY_POLL_S)
+
+    async def _keep(self, child: Child) -> None:
+        loop = asyncio.get_running_loop()
+        deaths = 0
+        while True:
+            started_s = loop.time()
+            status = await child.wait()
+            if loop.time() - started_s > _HEALTHY_S:
+                deaths = 0
+            self._report(f"{child.spec.label} {_ending(status)}; it is started again")
+            await self._start_again(child, deaths)
+            deaths += 1
+
+    async def _start_again(self, child: Child, deaths: int) -> None:
+        while True:
+            await asyncio.sleep(_BACKOFF_S[min(deaths, len(_BACKOFF_S) - 1)])
+            try:
+                await child.start()
+            except (ChildFailed, ConfigError) as error:
+                deaths += 1
+                self._report(error.message)
+            else:
+                self._on_change()
+                return
+
+    async def _keep_nats(self) -> None:
+        while True:
+            await _exit_of(self._nats.pid)
+            self._report("nats-server has died; it is started again")
+            self._nats.kill()
+            try:
+                self._nats.start()
+            except BatonError as error:
+                self._report(error.message)
+                return
+
+
+async def _exit_of(pid: int) -> None:
+    """Returns when the process has ended; it may be anybody's child."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    descriptor = os.pidfd_open(pid)
+    loop.add_reader(descriptor, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _ending(status: int) -> str:
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with status {status}"

@@ -1,0 +1,394 @@
+"""The bus over a real nats-server: see common/bus.py for the contract.
+
+What nats-py does by default and must not do here: give up after 60 reconnects, or at once when the
+server says -ERR; leak a socket with each attempt that fails; run the callbacks of a subscription
+one after the other; print its errors; hang in drain() while it reconnects; and leave a pull request
+behind on the server when a fetch is cancelled (the next job would then go to a dead inbox until
+its ack_wait is over). Therefore:
+
+- a task here keeps the link: a client that is lost, however, is replaced by a new one with the same
+  subscriptions, then the reconnect callbacks run;
+- each message's handler runs in a task of its own, owned here, at most `_MAX_HANDLERS` at a time a
+  subscription;
+- a fetch runs in a task of its own that nobody cancels: a caller that goes away leaves it to the
+  next caller, and close() waits for it and gives a late job back;
+- a server that is frozen counts as lost after about 3 s (pings), and every call ends within 2 s.
+"""
+
+import asyncio
+import json
+import logging
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import nats
+import nats.errors
+import nats.js.errors
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext, api
+
+from common.bus import (
+    JOB_SUBJECT,
+    BusError,
+    BusTimeout,
+    Handler,
+    Job,
+    Message,
+    MessageTooLarge,
+    NoResponders,
+    QueueFull,
+)
+from common.config import read_secret
+from common.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+STREAM = "BATON_PREFILL"
+CONSUMER = "any"
+# Jobs in the queue are those published and not yet accepted: a few a worker.
+MAX_QUEUED_JOBS = 1024
+_ACK_WAIT_S = 2.0
+_CALL_S = 2.0
+_FETCH_ROUND_S = 1.0
+_RETRY_S = 0.05
+_MAX_HANDLERS = 256
+_PENDING_BYTES = 8 << 20
+_RECONNECT_S = (0.2, 0.5)
+_WATCH_S = 0.2
+_STREAM_IS_FULL = 10077
+_STREAM_DIFFERS = 10058
+
+
+class NatsBus:
+    """One connection. Make it with `connect`; `close` it on the same loop."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._client = nats.NATS()
+        self._stream: JetStreamContext = self._client.jetstream()
+        self._subscriptions: list[tuple[str, Callable[[Msg], Awaitable[None]]]] = []
+        self._connected_since: float | None = None
+        self._link_up = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+        self._closing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reconnect_callbacks: list[Callable[[], Awaitable[None]]] = []
+        self._puller: JetStreamContext.PullSubscription | None = None
+        self._fetching: asyncio.Task[Msg | None] | None = None
+        self._max_age_s: float | None = None
+        self._errors: Counter[str] = Counter()
+
+    @classmethod
+    async def connect(cls, url: str, credentials_file: Path | None, instance_id: str) -> Self:
+        """Waits until a server is there. ``instance_id`` names the connection and its inboxes.
+        Raises ConfigError for a bad credentials file."""
+        user, password = _read_credentials(credentials_file)
+        bus = cls(
+            {
+                "servers": url,
+                "name": instance_id,
+                "user": user,
+                "password": password,
+                "inbox_prefix": f"_INBOX_{instance_id}",
+                "allow_reconnect": False,
+                "connect_timeout": 2,
+                "ping_interval": 1,
+                "max_outstanding_pings": 2,
+                "pending_size": _PENDING_BYTES,
+            }
+        )
+        await bus._open()
+        bus._keeper = asyncio.create_task(bus._keep_link(), name="NATS link")
+        return bus
+
+    @property
+    def connected(self) -> bool:
+        return self._connected_since is not None and bool(self._client.is_connected)
+
+    @property
+    def connected_for_s(self) -> float:
+        if self._connected_since is None or not self.connected:
+            return 0.0
+        return asyncio.get_running_loop().time() - self._connected_since
+
+    def statistics(self) -> dict[str, int]:
+        """Number of the client's errors by type, since the start."""
+        return dict(self._errors)
+
+    # ------------------------------------------------------------ core messages
+
+    async def publish(
+        self, subject: str, data: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._need_link()
+        await _mapped(self._client.publish(subject, data, headers=_headers(headers)))
+
+    async def request(
+        self,
+        subject: str,
+        data: bytes,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> bytes:
+        self._need_link()
+        request = self._client.request(subject, data, timeout=timeout_s, headers=_headers(headers))
+        answer: Msg = await _mapped(request, timeout_s)
+        return bytes(answer.data)
+
+    async def subscribe(self, subject: str, handler: Handler) -> None:
+        room = asyncio.Semaphore(_MAX_HANDLERS)
+
+        async def handle(msg: Msg) -> None:
+            try:
+                await handler(self._message(msg))
+            finally:
+                room.release()
+
+        async def receive(msg: Msg) -> None:
+            await room.acquire()
+            self._spawn(handle(msg), f"handler of {subject}")
+
+        self._subscriptions.append((subject, receive))
+        if self.connected:  # else the next client subscribes it
+            await _mapped(self._client.subscribe(subject, cb=receive))
+            await _mapped(self._client.flush(timeout=_CALL_S))
+
+    def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
+        self._reconnect_callbacks.append(callback)
+
+    def _message(self, msg: Msg) -> Message:
+        async def reply(data: bytes) -> None:
+            # Whoever waits for it asks again: an answer that cannot go out is dropped.
+            if msg.reply and self.connected:
+                await self.publish(msg.reply, data)
+
+        return Message(msg.subject, msg.data, msg.headers or {}, reply)
+
+    # ------------------------------------------------------------ the job queue
+
+    async def ensure_job_queue(self, max_age_s: float) -> None:
+        self._max_age_s = max_age_s
+        self._need_link()
+        await _mapped(self._create_job_queue(max_age_s))
+
+    async def publish_job(
+        self, data: bytes, message_id: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._need_link()
+        wanted = {**(headers or {}), api.Header.MSG_ID.value: message_id}
+        await _mapped(self._publish_job(data, wanted))
+
+    async def fetch_job(self, timeout_s: float) -> Job | None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not self._closing and (left := deadline - loop.time()) > 0:
+            if self._fetching is None:
+                round_s = min(max(left, _RETRY_S), _FETCH_ROUND_S)
+                self._fetching = asyncio.create_task(self._fetch(round_s))
+            # Not awaited itself: when our caller is cancelled, the fetch goes on.
+            await asyncio.wait({self._fetching})
+            if self._fetching is None or not self._fetching.done():
+                continue
+            msg = self._fetching.result()
+            self._fetching = None
+            if msg is not None:
+                return self._job(msg)
+        return None
+
+    async def _create_job_queue(self, max_age_s: float) -> None:
+        stream = api.StreamConfig(
+            name=STREAM,
+            subjects=[JOB_SUBJECT],
+            retention=api.RetentionPolicy.WORK_QUEUE,
+            storage=api.StorageType.MEMORY,
+            discard=api.DiscardPolicy.NEW,
+            max_age=max_age_s,
+            max_msgs=MAX_QUEUED_JOBS,
+            duplicate_window=min(max_age_s, 120.0),
+        )
+        consumer = api.ConsumerConfig(
+            durable_name=CONSUMER,
+            ack_policy=api.AckPolicy.EXPLICIT,
+            ack_wait=_ACK_WAIT_S,
+        )
+        while True:
+            try:
+                await self._create_stream(stream)
+                await self._stream.add_consumer(STREAM, consumer)
+                return
+            except (nats.js.errors.ServiceUnavailableError, nats.errors.NoRespondersError):
+                # JetStream of a server that has just started.
+                await asyncio.sleep(_RETRY_S)
+
+    async def _create_stream(self, config: api.StreamConfig) -> None:
+        try:
+            await self._stream.add_stream(config)
+        except nats.js.errors.BadRequestError as error:
+            # Another gateway made it with another max_age: either will do.
+            if error.err_code != _STREAM_DIFFERS:
+                raise
+
+    async def _publish_job(self, data: bytes, headers: dict[str, str]) -> None:
+        try:
+            await self._stream.publish(JOB_SUBJECT, data, timeout=_CALL_S, headers=headers)
+        except nats.js.errors.NoStreamResponseError:
+            # The server has lost its memory and our reconnect callback has not run yet.
+            if self._max_age_s is None:
+                raise
+            await self._create_job_queue(self._max_age_s)
+            await self._stream.publish(JOB_SUBJECT, data, timeout=_CALL_S, headers=headers)
+
+    async def _fetch(self, timeout_s: float) -> Msg | None:
+        """One pull request. Takes its time also when it fails, so that callers can loop."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._link_up.wait()
+        except TimeoutError:
+            return None
+        try:
+            if self._puller is None:
+                self._puller = await self._stream.pull_subscribe_bind(CONSUMER, STREAM)
+            return (await self._puller.fetch(1, timeout_s))[0]
+        except TimeoutError:
+            return None
+        except nats.errors.Error as error:
+            # No stream or consumer yet, or the link has just gone.
+            self._errors[type(error).__name__] += 1
+            await asyncio.sleep(min(timeout_s, _RETRY_S))
+            return None
+
+    def _job(self, msg: Msg) -> Job:
+        async def ack() -> None:
+            await _mapped(msg.ack())
+
+        async def nak() -> None:
+            await _mapped(msg.nak())
+
+        return Job(msg.data, msg.headers or {}, msg.metadata.num_delivered, ack, nak)
+
+    # ------------------------------------------------------------ the link
+
+    def _need_link(self) -> None:
+        if not self.connected:
+            raise BusTimeout("the link to NATS is down")
+
+    async def _open(self) -> None:
+        """Connects a client and subscribes what was subscribed; tries for ever."""
+        while True:
+            client = nats.NATS()
+            try:
+                await client.connect(**self._options, error_cb=self._on_error)
+                await self._subscribe_all(client)
+            except (OSError, TimeoutError, nats.errors.Error):
+                await self._within(_CALL_S, client.close())
+                await asyncio.sleep(random.uniform(*_RECONNECT_S))
+                continue
+            self._client, self._stream, self._puller = client, client.jetstream(), None
+            self._connected_since = asyncio.get_running_loop().time()
+            self._link_up.set()
+            return
+
+    async def _subscribe_all(self, client: nats.NATS) -> None:
+        num_done = 0
+        while num_done < len(self._subscriptions):
+            for subject, receive in self._subscriptions[num_done:]:
+                await client.subscribe(subject, cb=receive)
+                num_done += 1
+            # In force once the server has answered; meanwhile others may have been added.
+            await client.flush(timeout=_CALL_S)
+
+    async def _keep_link(self) -> None:
+        while True:
+            # Its closed_cb will not do: it comes after a flush, which a frozen peer never ends.
+            while not self._client.is_closed:  # noqa: ASYNC110
+                await asyncio.sleep(_WATCH_S)
+            self._connected_since = None
+            self._link_up.clear()
+            log.warning("the link to NATS is down")
+            await self._open()
+            log.warning("the link to NATS is up again")
+            for callback in self._reconnect_callbacks:
+                self._spawn(_run(callback), "reconnect callback")
+
+    async def _on_error(self, error: Exception) -> None:
+        kind = type(error).__name__
+        self._errors[kind] += 1
+        if self._errors[kind] == 1:
+            log.warning("NATS: %s (told once, counted from now on)", error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        task = asyncio.create_task(work, name=what)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s failed", task.get_name(), exc_info=error)
+
+    async def close(self) -> None:
+        """Ends within about 4 s whatever the server does."""
+        self._closing = True
+        if self._fetching is not None:
+            await self._give_back(self._fetching)
+        tasks = [*self._tasks, *([self._keeper] if self._keeper is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.connected:
+            await self._within(_CALL_S / 2, self._client.flush())
+        await self._within(_CALL_S, self._client.close())
+
+    async def _within(self, seconds: float, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await work
+        except (TimeoutError, nats.errors.Error, OSError) as error:
+            log.warning("NATS did not close in order: %s", type(error).__name__)
+
+    async def _give_back(self, fetching: "asyncio.Task[Msg | None]") -> None:
+        msg = await fetching
+        if msg is not None and self.connected:
+            await msg.nak()
+
+
+async def _run(callback: Callable[[], Awaitable[None]]) -> None:
+    await callback()
+
+
+async def _mapped(work: Coroutine[Any, Any, Any], timeout_s: float = _CALL_S) -> Any:
+    """``work``'s result, within ``timeout_s``, with the client's errors as ours."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await work
+    except nats.errors.NoRespondersError:
+        raise NoResponders("nobody listens") from None
+    except nats.errors.MaxPayloadError:
+        raise MessageTooLarge("the message is larger than NATS takes") from None
+    except nats.js.errors.ServiceUnavailableError as error:
+        if error.err_code == _STREAM_IS_FULL:
+            raise QueueFull("the job queue is full") from None
+        raise BusTimeout(f"JetStream does not answer: {error}") from None
+    except (TimeoutError, nats.errors.ConnectionClosedError, nats.errors.OutboundBufferLimitError):
+        raise BusTimeout("NATS does not answer") from None
+    except nats.errors.Error as error:
+        raise BusError(f"NATS: {error}") from error
+
+
+def _headers(headers: Mapping[str, str] | None) -> dict[str, str] | None:
+    return dict(headers) if headers else None
+
+
+def _read_credentials(path: Path | None) -> tuple[str | None, str | None]:
+    if path is None:
+        return None, None
+    try:
+        content = json.loads(read_secret(path, "nats_credentials_file"))
+        return str(content["user"]), str(content["password"])
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(
+            "nats_credentials_file", f"{path} must hold JSON with user and password"
+        ) from None

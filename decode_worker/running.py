@@ -1,0 +1,265 @@
+"""The sequences of a decode worker from Start to their end; see decode_worker/worker.py for the
+life of one. Runs on the event loop; what it tells the engine is posted, in order.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from common.errors import TransferError
+from common.telemetry import Telemetry, carrier_from
+from common.types import (
+    EngineEvent,
+    ImportReady,
+    LocalPrefill,
+    Offer,
+    RequestId,
+    SequenceFailed,
+    SequenceOutput,
+    StepRecord,
+)
+from common.wire import offer_from_proto
+from common.wire import worker as wire
+from decode_worker.link import GatewayLink
+from decode_worker.promises import Promises
+from decode_worker.reservations import StreamId
+from decode_worker.sequences import DecodeSequence, SequenceTable
+from decode_worker.spans import SequenceSpans
+from decode_worker.statistics import Counters
+from decode_worker.tokens import StepMessages
+from engine.engine import Engine
+from engine.loop import EngineRuntime
+from kv_transfer.imports import Imports
+from worker.sequences import SequenceIds, spec_from_state
+from worker.snapshot import EngineSnapshot
+from worker.spans import StepSpans
+from worker.tasks import Tasks
+
+log = logging.getLogger(__name__)
+
+
+class Running:
+    """``changed`` is called when a sequence has come or gone."""
+
+    def __init__(
+        self,
+        local_prefill: LocalPrefill,
+        runtime: EngineRuntime,
+        snapshot: EngineSnapshot,
+        promises: Promises,
+        imports: Imports,
+        telemetry: Telemetry,
+        changed: Callable[[], None],
+    ) -> None:
+        self.counters = Counters()
+        self._local_prefill = local_prefill
+        self._runtime = runtime
+        self._snapshot = snapshot
+        self._promises = promises
+        self._imports = imports
+        self._telemetry = telemetry
+        self._changed = changed
+        self._table = SequenceTable()
+        self._seq_ids = SequenceIds()
+        self._steps = StepSpans(telemetry)
+        # Fetches and releases of offers.
+        self._tasks = Tasks()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def owned(self) -> Iterator[tuple[RequestId, int]]:
+        for sequence in self._table:
+            yield sequence.spec.request_id, sequence.spec.attempt
+
+    # ------------------------------------------------------------ what gateways say
+
+    def start(self, link: GatewayLink, start: wire.Start) -> None:
+        state = start.sequence
+        running = self._table.of_request(link.stream, state.request_id)
+        if running is not None and running.spec.attempt >= state.attempt:
+            self.counters.fenced += 1
+            return
+        if running is not None:
+            self._end(running, "superseded")
+        loop = asyncio.get_running_loop()
+        spec = spec_from_state(state, self._seq_ids.new(), loop.time(), prefill_only=False)
+        offer = offer_from_proto(start.offer) if start.HasField("offer") else None
+        sequence = DecodeSequence(
+            link=link,
+            spec=spec,
+            spans=SequenceSpans(
+                self._telemetry,
+                self._steps,
+                spec,
+                carrier_from(state.trace_context),
+                is_handed_off=offer is not None,
+            ),
+            offer=offer,
+        )
+        promised = self._promises.start(link.stream, spec.request_id, spec.attempt)
+        refusal = self._refusal(sequence, promised)
+        self._table.add(sequence)
+        if refusal is not None:
+            reason, detail = refusal
+            self._tell_ended(sequence, reason, detail)
+            self._end(sequence, detail)
+            return
+        self.counters.started += 1
+        sequence.deadline = loop.call_later(state.remaining_ms / 1000, self._too_late, sequence)
+        add = Engine.add if offer is None else Engine.add_import
+        self._runtime.post(partial(add, spec=spec))
+
+    def _refusal(
+        self, sequence: DecodeSequence, promised: bool
+    ) -> tuple[wire.EndReason, str] | None:
+        """Why this sequence cannot start here, if so."""
+        offer = sequence.offer
+        if not promised:
+            return wire.END_REASON_ABORTED, "no_promise"
+        if offer is None and self._local_prefill is LocalPrefill.NEVER:
+            return wire.END_REASON_FAILED, "no_local_prefill"
+        if offer is not None and offer.num_tokens != sequence.spec.num_tokens - 1:
+            return wire.END_REASON_KV_LOST, "offer_of_another_length"
+        return None
+
+    def abort(self, link: GatewayLink, abort: wire.Abort) -> None:
+        sequence = self._table.of_request(link.stream, abort.request_id)
+        if sequence is None:
+            self._promises.unreserve(link.stream, abort.request_id, abort.attempt)
+        elif sequence.spec.attempt > abort.attempt:
+            self.counters.fenced += 1
+        else:
+            self._end(sequence, "aborted")
+
+    def end_stream(self, stream: StreamId) -> None:
+        for sequence in self._table.of_stream(stream):
+            self._end(sequence, "stream_ended")
+
+    def hand_over_all(self) -> None:
+        """The gateways have all of them go on elsewhere."""
+        for sequence in self._table:
+            self._tell_ended(sequence, wire.END_REASON_DRAINED)
+            self._end(sequence, "drained")
+
+    async def wait_returned(self) -> None:
+        """Until no copy is under way and no offer is still to be released."""
+        await self._tasks.wait_idle()
+
+    async def cancel(self) -> None:
+        await self._tasks.cancel()
+
+    # ------------------------------------------------------------ how a sequence ends
+
+    def _too_late(self, sequence: DecodeSequence) -> None:
+        self._tell_ended(sequence, wire.END_REASON_DEADLINE)
+        self._end(sequence, "deadline")
+
+    def _tell_ended(
+        self, sequence: DecodeSequence, reason: wire.EndReason, detail: str = ""
+    ) -> None:
+        ended = wire.Ended(
+            request_id=sequence.spec.request_id,
+            attempt=sequence.spec.attempt,
+            reason=reason,
+            detail=detail,
+        )
+        sequence.link.send(wire.StreamResponse(ended=ended))
+
+    def _end(self, sequence: DecodeSequence, error: str | None) -> None:
+        """The one way out of the table. With an error the engine drops the sequence; a copy under
+        way is called off, and its blocks wait for it to return."""
+        if not self._table.remove(sequence):
+            return
+        if sequence.deadline is not None:
+            sequence.deadline.cancel()
+        if sequence.fetching is not None:
+            sequence.fetching.cancel()
+        if sequence.offer is not None:
+            self._tasks.spawn(self._imports.release(sequence.offer), "release")
+        if error is not None:
+            self.counters.aborted += 1
+            self._runtime.post(partial(Engine.abort, seq_id=sequence.spec.seq_id))
+        sequence.spans.end(error)
+        self._landed(sequence)
+        self._changed()
+
+    def _landed(self, sequence: DecodeSequence) -> None:
+        """The pool's own counts hold it from the next snapshot on, or never will."""
+        if not sequence.landed:
+            sequence.landed = True
+            spec = sequence.spec
+            self._snapshot.refresh(
+                partial(self._promises.landed, sequence.link.stream, spec.request_id, spec.attempt)
+            )
+
+    async def _import(self, sequence: DecodeSequence, offer: Offer, ready: ImportReady) -> None:
+        """Fetches the blocks. Whatever comes in between, the engine hears of it only once no copy
+        runs any more."""
+        seq_id = sequence.spec.seq_id
+        usable = False
+        started_s = asyncio.get_running_loop().time()
+        try:
+            with sequence.spans.fetch() as fetched:
+                fetched.result = await self._imports.fetch(offer, ready.moves)
+            usable = True
+        except TransferError as error:
+            log.warning("request %s: KV lost: %s", sequence.spec.request_id, error)
+            self.counters.kv_lost += 1
+            self._tell_ended(sequence, wire.END_REASON_KV_LOST, str(error))
+        finally:
+            sequence.fetching = None
+            sequence.transfer_s = asyncio.get_running_loop().time() - started_s
+            done = Engine.finish_import if usable else Engine.drop_import
+            self._runtime.post(partial(done, seq_id=seq_id))
+            if not usable:
+                self._end(sequence, "kv_lost")
+
+    # ------------------------------------------------------------ what the engine says
+
+    def on_events(self, events: Sequence[EngineEvent], record: StepRecord | None) -> None:
+        messages = StepMessages()
+        for event in events:
+            sequence = self._table.of_engine(event.seq_id)
+            if isinstance(event, ImportReady):
+                self._on_import_ready(sequence, event)
+            elif sequence is None:
+                continue
+            elif isinstance(event, SequenceOutput):
+                messages.add(sequence, event)
+                if record is not None:
+                    sequence.spans.tokens(record, len(event.token_ids))
+                self._landed(sequence)
+                if event.finish_reason is not None:
+                    self.counters.finished += 1
+                    self._end(sequence, None)
+            else:
+                self._on_failed(sequence, event)
+        if record is not None:
+            for chunk in record.chunks:
+                if (sequence := self._table.of_engine(chunk.seq_id)) is not None:
+                    sequence.spans.chunk(record, chunk)
+                    self._landed(sequence)
+        now_s = asyncio.get_running_loop().time()
+        messages.send(record.end_s if record is not None else now_s)
+        self._snapshot.refresh()
+
+    def _on_import_ready(self, sequence: DecodeSequence | None, ready: ImportReady) -> None:
+        if sequence is None:
+            # Ended just before: nothing was copied.
+            self._runtime.post(partial(Engine.drop_import, seq_id=ready.seq_id))
+            return
+        sequence.spans.admitted(asyncio.get_running_loop().time())
+        self._landed(sequence)
+        offer, sequence.offer = sequence.offer, None
+        assert offer is not None
+        sequence.fetching = self._tasks.spawn(
+            self._import(sequence, offer, ready), f"import {sequence.spec.request_id}"
+        )
+
+    def _on_failed(self, sequence: DecodeSequence, failure: SequenceFailed) -> None:
+        log.warning("request %s: %s", sequence.spec.request_id, failure.detail)
+        self.counters.failed += 1
+        self._tell_ended(sequence, wire.END_REASON_FAILED, failure.reason)
+        self._end(sequence, failure.reason)

@@ -1,0 +1,100 @@
+"""The spans of one sequence on a decode worker, all under the attempt's span.
+
+``decode`` from Start to the end; inside it ``decode.queue`` until the engine made room,
+``kv.fetch`` (claim, copy, settle), or one ``prefill.chunk`` a step where this worker computes the
+prompt, and ``decode.run`` over all steps that gave tokens, linked to the first and the last.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from common.telemetry import Carrier, Telemetry
+from common.types import ChunkRecord, SequenceSpec, StepRecord
+from kv_transfer.base import FetchResult
+from worker.spans import StepSpans
+
+
+class FetchSpan:
+    """What the copy says of itself once it has returned."""
+
+    def __init__(self) -> None:
+        self.result: FetchResult | None = None
+
+
+class SequenceSpans:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        steps: StepSpans,
+        spec: SequenceSpec,
+        carrier: Carrier,
+        is_handed_off: bool,
+    ) -> None:
+        self._telemetry = telemetry
+        self._steps = steps
+        self._queued_s: float | None = spec.arrival_s
+        self._first: StepRecord | None = None
+        self._last: StepRecord | None = None
+        self._num_tokens = 0
+        self._span = telemetry.start_span(
+            "decode",
+            parent=carrier,
+            start_s=spec.arrival_s,
+            attributes={
+                "baton.request_id": spec.request_id,
+                "baton.attempt": spec.attempt,
+                "baton.num_tokens": spec.num_tokens,
+                "baton.local_prefill": not is_handed_off,
+            },
+        )
+
+    def admitted(self, now_s: float) -> None:
+        """The engine has blocks for it."""
+        if self._queued_s is not None:
+            self._telemetry.record_span(
+                "decode.queue", self._queued_s, now_s, parent=self._span.carrier
+            )
+            self._queued_s = None
+
+    @contextmanager
+    def fetch(self) -> Iterator[FetchSpan]:
+        fetched = FetchSpan()
+        with self._telemetry.span("kv.fetch", parent=self._span.carrier) as span:
+            yield fetched
+            if (result := fetched.result) is not None:
+                span.set("baton.transport", result.transport)
+                span.set("baton.num_blocks", result.num_blocks)
+                span.set("baton.num_bytes", result.num_bytes)
+                if result.duration_s > 0:
+                    span.set("baton.gb_per_s", result.num_bytes / result.duration_s / 1e9)
+
+    def chunk(self, record: StepRecord, chunk: ChunkRecord) -> None:
+        if not self._telemetry.enabled:
+            return
+        self.admitted(record.start_s)
+        self._telemetry.record_span(
+            "prefill.chunk",
+            record.start_s,
+            record.end_s,
+            parent=self._span.carrier,
+            attributes={"baton.start": chunk.start, "baton.num_tokens": chunk.num_tokens},
+            links=(self._steps.link(record),),
+        )
+
+    def tokens(self, record: StepRecord, num_tokens: int) -> None:
+        self._first = self._first or record
+        self._last = record
+        self._num_tokens += num_tokens
+
+    def end(self, error: str | None) -> None:
+        if self._telemetry.enabled and self._first is not None and self._last is not None:
+            self._telemetry.record_span(
+                "decode.run",
+                self._first.start_s,
+                self._last.end_s,
+                parent=self._span.carrier,
+                attributes={"baton.num_tokens": self._num_tokens},
+                links=(self._steps.link(self._first), self._steps.link(self._last)),
+                error=error,
+            )
+        self._span.end(error)

@@ -1,0 +1,214 @@
+"""The decode worker: promises room, takes handed-off prompts, streams tokens.
+
+The life of a sequence here:
+
+1. *Promised*: its gateway reserved room on its stream (reservations.py).
+2. *Started*: Start came with the ticket's offer, or without one (the prompt is computed here). The
+   promise becomes a sequence that waits in the engine.
+3. *Admitted*: the engine has blocks. Of an offer, those not cached here already are claimed, copied
+   and settled (kv_transfer/imports.py); only then does the sequence join the running batch.
+4. *Running*: each engine step gives tokens; all that go to one gateway are one message.
+5. *Ended*: finished, with its last tokens; or by us (kv_lost, failed, deadline, drained), with
+   `Ended`; or by the gateway (abort, end of its stream), with nothing. Blocks under a copy stay
+   quarantined until that copy has returned.
+
+Each request has one sequence a stream. A Start or Abort of an older attempt is refused and counted.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import asdict
+
+from common import failpoints
+from common.bus import Bus
+from common.config import PROTOCOL_VERSION, DecodeSettings
+from common.telemetry import Telemetry
+from common.types import EngineEvent, StepRecord
+from common.wire import block_counts_to_proto
+from common.wire import worker as wire
+from decode_worker.link import GatewayLink, LinkLimits
+from decode_worker.promises import Promises
+from decode_worker.reservations import Occupancy, Reservations, StreamId
+from decode_worker.running import Running
+from decode_worker.statistics import DecodeStatistics
+from kv_transfer.imports import Imports
+from worker.registration import Registration
+from worker.report import WorkerFacts, WorkerState, make_load, make_report
+from worker.runtime import MakeRuntime
+from worker.snapshot import EngineSnapshot
+
+
+class DecodeWorker:
+    """Everything but the process around it; made and used inside the running event loop."""
+
+    def __init__(
+        self,
+        facts: WorkerFacts,
+        settings: DecodeSettings,
+        bus: Bus,
+        imports: Imports,
+        make_runtime: MakeRuntime,
+        telemetry: Telemetry,
+    ) -> None:
+        self._facts = facts
+        self._limits = LinkLimits(settings.outbox_max_bytes, settings.outbox_timeout_s)
+        self._imports = imports
+        self._runtime = make_runtime(self._on_events)
+        self._snapshot = EngineSnapshot(self._runtime, self._changed)
+        self._registration = Registration(bus, facts.identity.worker_id, self.describe)
+        self._promises = Promises(
+            Reservations(facts.num_blocks, settings.decode_lookahead), self._send, self._occupancy
+        )
+        self._running = Running(
+            settings.local_prefill,
+            self._runtime,
+            self._snapshot,
+            self._promises,
+            imports,
+            telemetry,
+            self._changed,
+        )
+        self._links: dict[StreamId, GatewayLink] = {}
+        self._stream_ids = itertools.count(1)
+        self._state = WorkerState.STARTING
+        self._idle = asyncio.Event()
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        await self._runtime.start()
+        await self._snapshot.start()
+        await self._imports.start()
+        self._state = WorkerState.READY
+
+    async def run(self) -> None:
+        """Reports, and takes back promises that ran out, until cancelled. Streams run in `stream`,
+        on the tasks of their callers."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._snapshot.run(), name="snapshot")
+            group.create_task(self._promises.run(), name="promises")
+            group.create_task(self._registration.run(), name="registration")
+
+    async def stop_intake(self) -> None:
+        """No new promises; those given stay good."""
+        self._state = WorkerState.DRAINING
+        self._promises.drain()
+        self._changed()
+        await self._registration.report()
+
+    async def finish(self) -> None:
+        await self._idle.wait()
+
+    async def hand_over(self) -> None:
+        """Whatever still runs goes on elsewhere; then the streams end in good order."""
+        self._running.hand_over_all()
+        for link in list(self._links.values()):
+            await link.flush()
+            link.close("drained")
+        await self._running.wait_returned()
+
+    async def leave(self) -> None:
+        self._state = WorkerState.GONE
+        await self._registration.report()
+
+    async def stop(self) -> None:
+        """Ends what still runs. The bus, the pool and telemetry stay the caller's."""
+        for link in list(self._links.values()):
+            link.close("stopped")
+        await self._running.cancel()
+        await self._imports.close()
+        await self._runtime.stop()
+
+    # ------------------------------------------------------------ what others see
+
+    def describe(self) -> wire.WorkerReport:
+        load = make_load(
+            self._snapshot.current,
+            self._runtime.step_age_s(),
+            owned=self._running.owned(),
+            bytes_moved=self._imports.statistics().num_bytes,
+            promised_blocks=self._promises.num_blocks,
+        )
+        return make_report(self._facts, self._state, load)
+
+    def statistics(self) -> DecodeStatistics:
+        return DecodeStatistics(
+            state=self._state,
+            streams=len(self._links),
+            outbox_bytes=sum(link.outbox_bytes for link in self._links.values()),
+            sequences=len(self._running),
+            reservations=self._promises.statistics(),
+            engine=self._snapshot.current,
+            imports=self._imports.statistics(),
+            **asdict(self._running.counters),
+        )
+
+    def _heartbeat(self) -> wire.Heartbeat:
+        return wire.Heartbeat(
+            step_age_s=self._runtime.step_age_s(),
+            promised_blocks=self._promises.num_blocks,
+            blocks=block_counts_to_proto(self._snapshot.current.blocks),
+        )
+
+    # ------------------------------------------------------------ streams
+
+    def stream(
+        self, requests: AsyncIterator[wire.StreamRequest]
+    ) -> AsyncGenerator[wire.StreamResponse, None]:
+        """One instance of DecodeService.Stream. To be closed by whoever stops reading it."""
+        link = GatewayLink(
+            StreamId(next(self._stream_ids)),
+            self,
+            self._limits,
+            wire.StreamHello(
+                peer_id=self._facts.identity.worker_id,
+                epoch=self._facts.identity.epoch,
+                protocol_version=PROTOCOL_VERSION,
+                num_blocks=self._facts.num_blocks,
+            ),
+            self._heartbeat,
+        )
+        self._links[link.stream] = link
+        return link.responses(requests)
+
+    async def on_message(self, link: GatewayLink, message: wire.StreamRequest) -> None:
+        match message.WhichOneof("message"):
+            case "reserve":
+                await failpoints.hit_async("decode.before_grant")
+                self._promises.reserve(link.stream, message.reserve)
+            case "unreserve":
+                request = message.unreserve
+                self._promises.unreserve(link.stream, request.request_id, request.attempt)
+            case "start":
+                await failpoints.hit_async("decode.after_start")
+                self._running.start(link, message.start)
+            case "abort":
+                self._running.abort(link, message.abort)
+        self._changed()
+
+    def on_closed(self, link: GatewayLink) -> None:
+        del self._links[link.stream]
+        self._promises.drop_stream(link.stream)
+        self._running.end_stream(link.stream)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Room may have come or gone: grants what fits now, and has the gateways told."""
+        self._promises.grant()
+        self._registration.changed()
+        if self._running or not self._promises.is_empty:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def _occupancy(self) -> Occupancy:
+        engine = self._snapshot.current
+        return Occupancy.of(engine.blocks, engine.num_running)
+
+    def _send(self, stream: StreamId, message: wire.StreamResponse) -> None:
+        if (link := self._links.get(stream)) is not None:
+            link.send(message)
+
+    def _on_events(self, events: Sequence[EngineEvent], record: StepRecord | None) -> None:
+        self._running.on_events(events, record)

@@ -1,0 +1,349 @@
+"""The engine: what a worker adds comes out as events, one step at a time.
+
+A step is three calls, ``schedule`` -> plan, ``launch`` -> handle, ``collect`` -> tokens. At depth 1
+the next step is launched before the present one is collected::
+
+    depth 0:  schedule 1  launch 1  collect 1 | schedule 2  launch 2  collect 2
+    depth 1:  schedule 1  launch 1 | schedule 2  launch 2  collect 1 | schedule 3 ...
+
+so a sequence may turn out to have ended with a token already under way behind it: that token is
+dropped, and the sequence's blocks go back when the step that writes to them is collected, never
+before. Not thread-safe: everything runs on the engine's thread (engine/loop.py).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.types import (
+    BlockMove,
+    BlockRef,
+    ChunkRecord,
+    EngineEvent,
+    FinishReason,
+    ImportReady,
+    SequenceFailed,
+    SequenceId,
+    SequenceOutput,
+    SequenceSpec,
+    StepRecord,
+)
+from engine.batch import RowResult
+from engine.block_pool import BlockPool, Holding, RefKind
+from engine.ledger import Ledger
+from engine.plan import Plan, PlannedRow
+from engine.runner import ModelRunner, StepHandle
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.sequence import Sequence, Status
+from engine.statistics import EngineStatistics
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step under way."""
+
+    step_id: int
+    start_s: float
+    rows: list[PlannedRow]
+    handle: StepHandle
+
+
+class Engine:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        pool: BlockPool,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._config = config
+        self._clock = clock
+        self._scheduler = Scheduler(pool, config, runner.copy_block, clock)
+        self._sequences: dict[SequenceId, Sequence] = {}
+        # Aborted while a copy into their blocks was under way.
+        self._quarantined: dict[SequenceId, Sequence] = {}
+        self._leases: dict[SequenceId, Holding] = {}
+        self._launched: _Launched | None = None
+        self._events: list[EngineEvent] = []
+        # The last step could do nothing, and nothing has changed since.
+        self._stuck = False
+        self._num_added = 0
+        self._num_steps = 0
+        self._num_prefill_tokens = 0
+        self._num_decode_tokens = 0
+        self._num_output_tokens = 0
+        self._num_failed = 0
+
+    # ------------------------------------------------------------ what a worker asks
+
+    def add(self, spec: SequenceSpec) -> None:
+        """A sequence to compute here, from its first token: new, prefill_only, or resumed."""
+        self._add(spec, is_import=False)
+
+    def add_import(self, spec: SequenceSpec) -> None:
+        """A sequence whose KV, of all its ids but the last, is to be copied in: a step yields
+        ImportReady when there is room; then the worker calls finish_import or drop_import."""
+        assert spec.output_ids and not spec.prefill_only
+        self._add(spec, is_import=True)
+
+    def finish_import(self, seq_id: SequenceId) -> None:
+        """The copy has settled OK. After an abort it is dropped all the same."""
+        if seq_id in self._quarantined:
+            self.drop_import(seq_id)
+            return
+        sequence = self._sequences[seq_id]
+        self._scheduler.finish_import(sequence)
+        sequence.decode_since_s = self._clock()
+        self._index_blocks(sequence)
+        self._stuck = False
+
+    def drop_import(self, seq_id: SequenceId) -> None:
+        """The copy has returned and is not to be used, or never began: its blocks are freed."""
+        if seq_id in self._sequences:
+            self.abort(seq_id)
+        sequence = self._quarantined.pop(seq_id)
+        assert sequence.import_holding is not None
+        self._pool.release(sequence.import_holding)
+        self._stuck = False
+
+    def abort(self, seq_id: SequenceId) -> None:
+        """Ends a sequence in any state, without an event; unknown ids (it just ended) are ignored.
+        After its ImportReady the blocks under copy stay importing until finish_import or
+        drop_import is called, which the worker owes even then."""
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None:
+            if sequence.status is Status.IMPORTING:
+                self._quarantined[seq_id] = sequence
+            self._end(sequence)
+            self._stuck = False
+
+    def release_lease(self, seq_id: SequenceId) -> None:
+        """The lease on the blocks that this prefill_only sequence left has ended."""
+        self._pool.release(self._leases.pop(seq_id))
+        self._stuck = False
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything. A queue that only waits for blocks held outside (a
+        lease, a copy under way) is no work until one of the calls above changes something."""
+        if self._events or self._launched is not None:
+            return True
+        scheduler = self._scheduler
+        has_any = scheduler.running or scheduler.waiting or scheduler.waiting_imports
+        return bool(has_any) and not self._stuck
+
+    def statistics(self) -> EngineStatistics:
+        scheduler, counters = self._scheduler, self._scheduler.counters
+        prefix = self._pool.prefix
+        return EngineStatistics(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(scheduler.waiting_imports),
+            num_importing=len(scheduler.importing) + len(self._quarantined),
+            num_leased=len(self._leases),
+            blocks=self._pool.counts(),
+            num_steps=self._num_steps,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_decode_tokens=self._num_decode_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_failed=self._num_failed,
+            preemptions=counters.preemptions,
+            prefix_queries=counters.prefix_queries,
+            prefix_hits=counters.prefix_hits,
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            prefix_evictions=0 if prefix is None else prefix.num_evictions,
+        )
+
+    def ledger(self) -> Ledger:
+        return self._pool.ledger()
+
+    # ------------------------------------------------------------ one step
+
+    def step(self) -> tuple[list[EngineEvent], StepRecord | None]:
+        """One step; the record is of the step collected, None when none was."""
+        record = None
+        plan = self._scheduler.schedule()
+        if plan is None:
+            record = self._collect()
+            plan = self._scheduler.schedule()
+            assert plan is not None
+        self._events += [self._import_ready(sequence) for sequence in plan.imports]
+        launched = self._launch(plan) if plan.rows else None
+        if self._launched is not None:
+            record = self._collect()
+        self._launched = launched
+        if launched is not None and self._config.async_depth == 0:
+            record = self._collect()
+        events, self._events = self._events, []
+        self._stuck = not events and not plan.rows and record is None
+        return events, record
+
+    def _launch(self, plan: Plan) -> _Launched:
+        self._num_steps += 1
+        start_s = self._clock()
+        handle = self._runner.launch(plan.batch(self._num_steps))
+        return _Launched(self._num_steps, start_s, plan.rows, handle)
+
+    def _collect(self) -> StepRecord:
+        assert self._launched is not None
+        step, self._launched = self._launched, None
+        results = step.handle.collect()
+        now_s = self._clock()
+        chunks = []
+        for planned, result in zip(step.rows, results, strict=True):
+            self._take(planned, result, now_s)
+            if planned.is_prefill:
+                seq_id = planned.sequence.seq_id
+                chunks.append(ChunkRecord(seq_id, planned.start, planned.num_tokens))
+        num_prefill_tokens = sum(chunk.num_tokens for chunk in chunks)
+        num_decode_tokens = len(step.rows) - len(chunks)
+        self._num_prefill_tokens += num_prefill_tokens
+        self._num_decode_tokens += num_decode_tokens
+        return StepRecord(
+            step_id=step.step_id,
+            start_s=step.start_s,
+            end_s=now_s,
+            num_prefill_tokens=num_prefill_tokens,
+            num_decode_tokens=num_decode_tokens,
+            num_sequences=len(step.rows),
+            chunks=tuple(chunks),
+        )
+
+    # ------------------------------------------------------------ one row's result
+
+    def _take(self, planned: PlannedRow, result: RowResult, now_s: float) -> None:
+        sequence = planned.sequence
+        sequence.num_rows_in_flight -= 1
+        if sequence.status is Status.ENDED:
+            self._release(sequence)
+            return
+        if result.error is not None:
+            self._fail(sequence, "failed", result.error)
+            return
+        sequence.settle(planned.end)
+        if sequence.wants_prompt_logprobs:
+            sequence.add_prompt_logprobs(planned.start, result.prompt_logprobs)
+        self._index_blocks(sequence)
+        if planned.samples:
+            self._take_token(sequence, result, now_s)
+        elif not sequence.samples and planned.end == sequence.compute_limit:
+            self._finish(sequence, FinishReason.LENGTH, now_s)
+
+    def _take_token(self, sequence: Sequence, result: RowResult, now_s: float) -> None:
+        (token_id,) = result.token_ids
+        reason = sequence.accept(token_id)
+        self._num_output_tokens += 1
+        held: tuple[BlockRef, ...] = ()
+        if reason is None and sequence.spec.prefill_only:
+            held = self._lease(sequence)
+        index = sequence.num_output - 1
+        if reason is not None or index == len(sequence.spec.output_ids):
+            sequence.update_counts(now_s)
+        self._events.append(
+            SequenceOutput(
+                seq_id=sequence.seq_id,
+                index=index,
+                token_ids=result.token_ids,
+                counts=sequence.counts,
+                logprobs=result.logprobs,
+                prompt_logprobs=sequence.take_prompt_logprobs(),
+                finish_reason=reason,
+                matched_token_id=token_id if reason is FinishReason.STOP else None,
+                held=held,
+            )
+        )
+        if reason is not None:
+            self._end(sequence)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, now_s: float) -> None:
+        """Ends a sequence without a token."""
+        self._events.append(
+            SequenceOutput(
+                seq_id=sequence.seq_id,
+                index=sequence.num_output,
+                token_ids=(),
+                counts=sequence.update_counts(now_s),
+                prompt_logprobs=sequence.take_prompt_logprobs(),
+                finish_reason=reason,
+            )
+        )
+        self._end(sequence)
+
+    def _fail(self, sequence: Sequence, reason: str, detail: str) -> None:
+        """Only this sequence fails. None of the blocks that it read may be hit again: the fault
+        may lie in any of them."""
+        self._num_failed += 1
+        if sequence.holding is not None:
+            self._pool.forget(sequence.holding.block_ids)
+        self._events.append(SequenceFailed(sequence.seq_id, reason, detail))
+        self._end(sequence)
+
+    def _lease(self, sequence: Sequence) -> tuple[BlockRef, ...]:
+        """Turns the sequence's references into a lease's; the sequence itself is over."""
+        holding, sequence.holding = sequence.holding, None
+        assert holding is not None
+        self._pool.convert(holding, RefKind.LEASE)
+        self._leases[sequence.seq_id] = holding
+        self._end(sequence)
+        return self._pool.refs_to(holding.block_ids)
+
+    # ------------------------------------------------------------ arrivals, imports, ends
+
+    def _add(self, spec: SequenceSpec, is_import: bool) -> None:
+        assert spec.seq_id not in self._sequences and spec.prompt_ids
+        self._num_added += 1
+        now_s = self._clock()
+        chain = self._pool.chain(spec.tenant, spec.cache_salt)
+        max_len = self._config.max_model_len
+        sequence = Sequence(spec, chain, self._num_added, max_len, now_s, is_import)
+        self._sequences[spec.seq_id] = sequence
+        self._stuck = False
+        if spec.output_ids and sequence.num_tokens >= sequence.token_limit:
+            self._finish(sequence, FinishReason.LENGTH, now_s)
+        elif sequence.num_tokens + sequence.samples > max_len:
+            self._fail(sequence, "too_large", f"{spec.num_tokens} tokens, at most {max_len}")
+        elif not self._scheduler.fits(sequence):
+            total = self._pool.num_total
+            detail = f"{sequence.compute_limit} tokens never fit {total} blocks"
+            self._fail(sequence, "too_large", detail)
+        else:
+            self._scheduler.add(sequence)
+
+    def _import_ready(self, sequence: Sequence) -> ImportReady:
+        assert sequence.import_holding is not None
+        targets = self._pool.refs_to(sequence.import_holding.block_ids)
+        first = sequence.num_indexed
+        return ImportReady(
+            seq_id=sequence.seq_id,
+            moves=tuple(BlockMove(first + i, target) for i, target in enumerate(targets)),
+            num_cached_tokens=first * self._pool.block_size,
+        )
+
+    def _index_blocks(self, sequence: Sequence) -> None:
+        """Lets others share the blocks whose last token is now computed and accepted."""
+        if sequence.chain is None:
+            return
+        num_full = sequence.num_settled // self._pool.block_size
+        for number in range(sequence.num_indexed, num_full):
+            assert sequence.holding is not None
+            sequence.block_parent = self._pool.index(
+                sequence.holding.block_ids[number],
+                sequence.block_parent,
+                sequence.chain,
+                number,
+                sequence.token_ids,
+            )
+            sequence.num_indexed = number + 1
+
+    def _end(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.seq_id]
+        self._scheduler.remove(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Gives the blocks of an ended sequence back, once no launched step writes to them."""
+        if sequence.num_rows_in_flight == 0 and sequence.holding is not None:
+            self._pool.release(sequence.holding)
+            sequence.holding = None

@@ -1,0 +1,197 @@
+"""Runs a real model for the engine: `TorchRunner`, the `ModelRunner` of engine/runner.py.
+
+The life of a step:
+
+1. ``launch`` puts the new tokens of all rows one after the other: ids, positions, cache slots. An
+   ``IN_FLIGHT`` id is the one that the launch before sampled for this sequence.
+2. One pass through the model; keys and values go into the pool through the block tables.
+3. The head is computed for rows that sample, at their last 1 + num_draft_tokens positions, and for
+   prompt log-probabilities, in slices, since those want it at every position of a chunk.
+4. The sampler gives ids; a row whose logits are not finite gets an error, its mates do not notice.
+
+On a CPU all of this happens inside ``launch`` and ``collect`` hands over what is there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from common.types import SequenceId, TokenId, TokenLogprobs
+from engine.batch import IN_FLIGHT, Batch, BatchRow, RowResult, SampleRequest
+from engine.kernels import attention_kernel
+from engine.kernels.span import Span
+from engine.kv_cache import KVCache
+from engine.logprobs import token_logprobs
+from engine.models.config import read_entry
+from engine.models.llama import LlamaModel, load_model
+from engine.sampler import Sampled, sample
+
+# Positions whose prompt log-probabilities are made at once: 64 x 49,152 logits are 12 MiB.
+_LOGPROBS_SLICE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerConfig:
+    """``dtype`` is torch's name of the activations' type, ``kernels`` auto or a kernel set."""
+
+    dtype: str = "float32"
+    device: str = "cpu"
+    kernels: str = "auto"
+
+
+def build_runner(config: RunnerConfig, model_dir: Path, storage: Tensor) -> "TorchRunner":
+    """Loads a prepared entry; ``storage`` is the KV pool. Raises ModelError, ConfigError."""
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    model = load_model(read_entry(model_dir), dtype, torch.device(config.device))
+    return TorchRunner(model, KVCache(storage), config.kernels)
+
+
+class FinishedStep:
+    """A step whose results are there already."""
+
+    def __init__(self, results: list[RowResult]) -> None:
+        self._results = results
+
+    def collect(self) -> list[RowResult]:
+        return self._results
+
+
+class TorchRunner:
+    def __init__(self, model: LlamaModel, cache: KVCache, kernels: str = "auto") -> None:
+        self._model = model
+        self._cache = cache
+        self._attention = attention_kernel(kernels)
+        # What the last launch sampled: the next may name these tokens as IN_FLIGHT.
+        self._in_flight: dict[SequenceId, TokenId] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._model.config.vocab_size
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> FinishedStep:
+        results = [RowResult() for _ in batch.rows]
+        live: list[_LiveRow] = []
+        first = 0
+        for row, result in zip(batch.rows, results, strict=True):
+            token_ids = self._resolve(row)
+            if token_ids is None:
+                result.error = "the step before gave this sequence no token"
+                continue
+            live.append(_LiveRow(row, result, token_ids, first))
+            first += len(token_ids)
+        if live:
+            hidden = self._forward(live)
+            self._score_prompts(live, hidden)
+            self._sample(live, hidden)
+        self._in_flight = {
+            row.seq_id: result.token_ids[-1]
+            for row, result in zip(batch.rows, results, strict=True)
+            if result.token_ids
+        }
+        return FinishedStep(results)
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._cache.copy_block(source, target)
+
+    def _resolve(self, row: BatchRow) -> list[TokenId] | None:
+        """The row's ids with an IN_FLIGHT one filled in; None if it never came to be."""
+        token_ids = list(row.token_ids)
+        if token_ids[0] == IN_FLIGHT:
+            if row.seq_id not in self._in_flight:
+                return None
+            token_ids[0] = self._in_flight[row.seq_id]
+        return token_ids
+
+    def _forward(self, live: Sequence["_LiveRow"]) -> Tensor:
+        """Hidden states ``[n, hidden_size]`` of all new tokens."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for row in live:
+            span = row.span
+            token_ids += row.token_ids
+            positions += range(span.start, span.context)
+            slots += self._cache.slots(span.block_ids, span.start, span.context)
+        device = self._cache.device
+        return self._model.forward(
+            torch.tensor(token_ids, device=device),
+            torch.tensor(positions, device=device),
+            torch.tensor(slots, device=device),
+            self._cache,
+            self._attention(self._cache, [row.span for row in live]),
+        )
+
+    def _sample(self, live: Sequence["_LiveRow"], hidden: Tensor) -> None:
+        sampling = [row for row in live if row.row.sample is not None]
+        requests = [request for row in sampling for request in row.sample_requests()]
+        if not requests:
+            return
+        wanted = [index for row in sampling for index in row.sampled_indices()]
+        logits = self._model.logits(hidden[torch.tensor(wanted, device=hidden.device)])
+        sampled = iter(sample(logits, requests))
+        for row in sampling:
+            row.take([next(sampled) for _ in row.sampled_indices()])
+
+    def _score_prompts(self, live: Sequence["_LiveRow"], hidden: Tensor) -> None:
+        for row in live:
+            request = row.row.prompt_logprobs
+            if request is None:
+                continue
+            scored: list[TokenLogprobs] = []
+            for start in range(0, len(request.target_ids), _LOGPROBS_SLICE):
+                targets = request.target_ids[start : start + _LOGPROBS_SLICE]
+                begin = row.first + start
+                logits = self._model.logits(hidden[begin : begin + len(targets)])
+                if not bool(logits.sum().isfinite()):
+                    row.result.error = "logits are not finite"
+                    break
+                scored += [
+                    token_logprobs(scores, target, request.num_top)
+                    for scores, target in zip(logits.cpu().numpy(), targets, strict=True)
+                ]
+            row.result.prompt_logprobs = tuple(scored)
+
+
+@dataclass(frozen=True, slots=True)
+class _LiveRow:
+    """A row under computation: its tokens are ``first ..`` of the step's."""
+
+    row: BatchRow
+    result: RowResult
+    token_ids: list[TokenId]
+    first: int
+
+    @property
+    def span(self) -> Span:
+        return Span(self.first, len(self.token_ids), self.row.start, self.row.block_ids)
+
+    def sampled_indices(self) -> range:
+        """Which of the step's tokens are followed by a sampled one."""
+        end = self.first + len(self.token_ids)
+        return range(end - 1 - self.row.num_draft_tokens, end)
+
+    def sample_requests(self) -> list[SampleRequest]:
+        """One a sampled position; behind a draft, the draft is part of the history."""
+        request = self.row.sample
+        assert request is not None
+        num_drafts = self.row.num_draft_tokens
+        if num_drafts == 0:
+            return [request]
+        drafts = self.token_ids[len(self.token_ids) - num_drafts :]
+        history = [*request.token_ids[: request.position], *drafts]
+        return [
+            SampleRequest(request.params, request.num_prompt_tokens, request.position + d, history)
+            for d in range(num_drafts + 1)
+        ]
+
+    def take(self, sampled: Sequence[Sampled]) -> None:
+        errors = [one.error for one in sampled if one.error is not None]
+        if errors or self.result.error is not None:
+            self.result.error = self.result.error or errors[0]
+            return
+        self.result.token_ids = tuple(one.token_id for one in sampled)
+        self.result.logprobs = tuple(one.logprobs for one in sampled if one.logprobs is not None)

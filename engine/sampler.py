@@ -1,0 +1,94 @@
+"""Chooses tokens: a pure function of (logits, parameters, tokens so far, seed, position).
+
+The token is the arg max over the allowed ids of logit / T + g(seed, position, id), g a Gumbel
+variate (invariant I3 of docs/design.md); greedy is the arg max of the logits. Equal scores go to
+the lowest id. One row, in order, where each step is skipped by rows that do not ask for it:
+
+1. Rows with a logit that is not finite fail, alone.
+2. Logit bias, min_tokens mask and penalties change a copy of the row (engine/penalties.py).
+3. Scores are (logit - largest logit) / T. What lies more than 19.5 below the largest cannot win.
+4. min-p, top-k and top-p leave fewer candidates, each working on what the one before left.
+5. The arg max of score + noise over the candidates (engine/gumbel_max.py).
+6. Log-probabilities are made from the raw logits (engine/logprobs.py).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from common.types import SamplingParams, TokenId, TokenLogprobs
+from engine.batch import SampleRequest
+from engine.gumbel_max import Draw, gumbel_max
+from engine.logprobs import token_logprobs
+from engine.penalties import adjusted, changes_logits
+from engine.philox import Float32s
+from engine.topk import kth_largest, nucleus
+
+# A little more than the widest gap that noise can close (MAX_GUMBEL - MIN_GUMBEL).
+_WINDOW = 19.5
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The token of one row, 0 <= token_id < vocab; or ``error``, and then no token."""
+
+    token_id: TokenId = -1
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+def sample(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
+    """One token a row of fp32 ``logits`` ``[rows, vocab]``, row i by ``requests[i]``."""
+    rows: Float32s = logits.cpu().numpy()
+    # One bad value makes the sum bad; sums of real logits are far from the end of fp32.
+    finite = logits.sum(dim=1).isfinite().tolist()
+    token_ids: list[int] = rows.argmax(axis=1).tolist()  # numpy: the first of equals
+    drawn: list[int] = []
+    draws: list[Draw] = []
+    for i, request in enumerate(requests):
+        if not finite[i]:
+            continue
+        row = rows[i]
+        if changes_logits(request):
+            row = adjusted(row, request)
+            token_ids[i] = int(row.argmax())
+        if not request.params.greedy:
+            drawn.append(i)
+            draws.append(_candidates(row, request))
+    for i, token_id in zip(drawn, gumbel_max(draws), strict=True):
+        token_ids[i] = token_id
+    return [
+        _result(rows[i], token_ids[i], request.params) if finite[i] else _NOT_FINITE
+        for i, request in enumerate(requests)
+    ]
+
+
+_NOT_FINITE = Sampled(error="logits are not finite")
+
+
+def _result(row: Float32s, token_id: int, params: SamplingParams) -> Sampled:
+    assert 0 <= token_id < len(row)
+    if params.logprobs is None:
+        return Sampled(token_id)
+    return Sampled(token_id, token_logprobs(row, token_id, params.logprobs))
+
+
+def _candidates(row: Float32s, request: SampleRequest) -> Draw:
+    """Scales a row by its temperature and applies min-p, top-k and top-p."""
+    params = request.params
+    with np.errstate(over="ignore"):  # a tiny temperature: -inf, which never wins
+        scores: Float32s = (row - row.max()) / np.float32(params.temperature)
+    floor = -math.inf
+    if params.min_p > 0:
+        floor = math.log(params.min_p)
+    if 0 < params.top_k < len(scores):
+        floor = max(floor, kth_largest(scores, params.top_k))
+    ids = np.flatnonzero(scores >= max(floor, -_WINDOW))
+    if params.top_p < 1:
+        allowed = scores if floor == -math.inf else scores[scores >= floor]
+        total = float(np.exp(allowed).sum(dtype=np.float64))
+        ids = ids[np.sort(nucleus(scores[ids], params.top_p * total))]
+    return Draw(ids, scores[ids], params.seed, request.position)

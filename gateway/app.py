@@ -1,0 +1,195 @@
+"""The gateway process: NATS, gRPC and signals around one Gateway.
+
+Shutdown is a list of phases: not ready, no new requests, streams finish within the drain budget,
+the server stops, links and NATS close, spans are sent.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+
+from grpc import aio
+
+from common import failpoints, rpc
+from common.admin import AdminServer
+from common.config import GatewaySettings, advertised, read_secret
+from common.logging import setup_logging
+from common.nats_bus import NatsBus
+from common.telemetry import Telemetry
+from common.wire import INFERENCE_SERVICE, inference_grpc, worker_grpc
+from common.wire import worker as wire
+from gateway.decode_link import Dial
+from gateway.gateway import Gateway
+from gateway.metrics import exposition
+from gateway.offers import lease_key
+from gateway.registry import WorkerEntry
+from gateway.servicer import InferenceServicer
+from gateway.tokenizer import IdTokenizer, load_tokenizer
+
+_READY_POLL_S = 0.1
+_OFFER_CALL_S = 2.0
+
+
+class InternalChannels:
+    """One channel per internal endpoint, and what the gateway says over them."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._channels: dict[str, aio.Channel] = {}
+
+    def _channel(self, endpoint: str) -> aio.Channel:
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            channel = rpc.make_internal_channel(endpoint, self._token)
+            self._channels[endpoint] = channel
+        return channel
+
+    def dialer(self, entry: WorkerEntry) -> Dial:
+        stub = worker_grpc.DecodeServiceStub(self._channel(entry.report.endpoint))
+
+        async def dial(
+            requests: AsyncIterator[wire.StreamRequest],
+        ) -> AsyncIterator[wire.StreamResponse]:
+            call = stub.Stream(requests)
+            try:
+                async for message in call:
+                    yield message
+            except aio.AioRpcError as error:
+                raise rpc.to_baton_error(error) from None
+            finally:
+                call.cancel()
+
+        return dial
+
+    async def renew(self, offer: wire.Offer) -> None:
+        stub = worker_grpc.KVTransferServiceStub(self._channel(offer.endpoint))
+        try:
+            await stub.Renew(wire.RenewRequest(keys=[lease_key(offer)]), timeout=_OFFER_CALL_S)
+        except aio.AioRpcError as error:
+            raise rpc.to_baton_error(error) from None
+
+    async def release(self, offer: wire.Offer) -> None:
+        stub = worker_grpc.KVTransferServiceStub(self._channel(offer.endpoint))
+        try:
+            await stub.Release(wire.ReleaseRequest(key=lease_key(offer)), timeout=_OFFER_CALL_S)
+        except aio.AioRpcError as error:
+            raise rpc.to_baton_error(error) from None
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+
+async def run(settings: GatewaySettings) -> int:
+    """Until SIGTERM or SIGINT; returns the exit status."""
+    setup_logging("gateway", settings.log_level)
+    failpoints.arm(settings.failpoints)
+    loop = asyncio.get_running_loop()
+    token = read_secret(settings.token_file, "token_file") if settings.token_file else ""
+    tokenizer = load_tokenizer(settings.model, settings.max_model_len)
+    async with AsyncExitStack() as stack:
+        telemetry = Telemetry(
+            "baton-gateway", settings.gateway_id, settings.otlp_endpoint, loop.time
+        )
+        stack.push_async_callback(telemetry.shutdown)
+        bus = await NatsBus.connect(
+            settings.nats_url, settings.nats_credentials_file, settings.gateway_id
+        )
+        stack.push_async_callback(bus.close)
+        channels = InternalChannels(token)
+        stack.push_async_callback(channels.close)
+        gateway = Gateway(settings, bus, channels.dialer, channels, tokenizer, telemetry, loop.time)
+        stack.push_async_callback(gateway.close)
+        await gateway.start()
+        admin = AdminServer(
+            host=settings.host,
+            port=settings.admin_port,
+            token=token,
+            health=lambda: gateway.ready,
+            metrics=lambda: exposition(gateway),
+            debug={"gateway": lambda: asdict(gateway.statistics())},
+        )
+        admin_port = await admin.start()
+        stack.push_async_callback(admin.stop)
+        server, health, port = await _serve(settings, gateway, tokenizer, telemetry)
+        stack.push_async_callback(server.stop, 0)
+        follower = loop.create_task(_follow_readiness(gateway, health))
+        stack.callback(follower.cancel)
+        host = advertised(settings)
+        _announce(settings, rpc.endpoint(host, port), rpc.endpoint(host, admin_port))
+        await _until_signal()
+        await _drain(gateway, settings.drain_budget_s)
+    return 0
+
+
+async def _serve(
+    settings: GatewaySettings, gateway: Gateway, tokenizer: IdTokenizer, telemetry: Telemetry
+) -> tuple[aio.Server, rpc.Health, int]:
+    server = rpc.make_public_server(settings.max_message_bytes)
+    servicer = InferenceServicer(
+        settings.gateway_id,
+        gateway.parser,
+        gateway.pipeline,
+        gateway.registry,
+        tokenizer,
+        telemetry,
+    )
+    inference_grpc.add_InferenceServiceServicer_to_server(servicer, server)
+    health = rpc.Health(server, [INFERENCE_SERVICE])
+    if settings.reflection:
+        rpc.enable_reflection(server, [INFERENCE_SERVICE])
+    port = rpc.bind(server, settings.host, settings.grpc_port)
+    await server.start()
+    return server, health, port
+
+
+async def _follow_readiness(gateway: Gateway, health: rpc.Health) -> None:
+    """Health says SERVING exactly while a request would be taken."""
+    ready = None
+    while True:
+        if gateway.ready != ready:
+            ready = gateway.ready
+            await health.set_ready(ready)
+        await asyncio.sleep(_READY_POLL_S)
+
+
+def _announce(settings: GatewaySettings, grpc: str, admin: str) -> None:
+    line = {
+        "ready": True,
+        "id": settings.gateway_id,
+        "role": "gateway",
+        "grpc": grpc,
+        "admin": admin,
+        "pid": os.getpid(),
+    }
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+async def _until_signal() -> None:
+    """Returns at the first SIGTERM or SIGINT; a second one ends the process at once."""
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+
+    def stop() -> None:
+        if stopping.is_set():
+            os._exit(1)
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    await stopping.wait()
+
+
+async def _drain(gateway: Gateway, budget_s: float) -> None:
+    """No new requests; those in flight may finish within the budget."""
+    gateway.pipeline.draining = True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(budget_s):
+            await gateway.runs.idle()

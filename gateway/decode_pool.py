@@ -1,0 +1,133 @@
+"""All decode workers: a link to each that the registry knows, and the choice among them."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.errors import Unavailable
+from common.types import LocalPrefill
+from gateway.attempt import Attempt
+from gateway.decode_link import DecodeLink, Dial
+from gateway.registry import WorkerEntry, WorkerRegistry
+from gateway.run import Run, Runs
+
+REDIAL_S = 0.3
+# After this long without a grant a request looks whether another worker has room by now.
+RECONSIDER_S = 0.5
+# How long a request that has already given tokens waits for a decode worker to appear.
+RESUME_WAIT_S = 10.0
+
+
+@dataclass(slots=True)
+class DecodePool:
+    """`join` and `leave` follow the registry; `reserve` returns a link that promised room."""
+
+    gateway_id: str
+    runs: Runs
+    registry: WorkerRegistry
+    worker_timeout_s: float
+    dialer: Callable[[WorkerEntry], Dial]
+    # Called when a link became usable or was lost.
+    on_change: Callable[[], None]
+    links: dict[str, DecodeLink] = field(default_factory=dict)
+    _followers: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def join(self, entry: WorkerEntry) -> None:
+        if entry.worker_id not in self._followers:
+            task = asyncio.get_running_loop().create_task(self._follow(entry))
+            self._followers[entry.worker_id] = task
+
+    def leave(self, worker_id: str) -> None:
+        if (task := self._followers.pop(worker_id, None)) is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        tasks = list(self._followers.values())
+        for worker_id in list(self._followers):
+            self.leave(worker_id)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def alive(self, worker_id: str) -> bool:
+        """A live stream is proof of life, whatever the registry has (not) heard."""
+        link = self.links.get(worker_id)
+        return link is not None and link.connected
+
+    async def _follow(self, entry: WorkerEntry) -> None:
+        """Keeps a link to one worker until it leaves."""
+        while True:
+            link = DecodeLink(
+                entry.worker_id, self.gateway_id, self.runs, self.worker_timeout_s, self._wake
+            )
+            self.links[entry.worker_id] = link
+            try:
+                await link.run(self.dialer(entry))
+            finally:
+                self.links.pop(entry.worker_id, None)
+                self._wake()
+            await asyncio.sleep(REDIAL_S)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self.on_change()
+
+    # ------------------------------------------------------------ choice
+
+    def candidates(self, run: Run, local_only: bool) -> list[DecodeLink]:
+        """Links that could take the run, best first: not one that lost its KV before, fewest
+        requests waiting for room, most room."""
+        links = []
+        for worker_id, link in self.links.items():
+            entry = self.registry.entries.get(worker_id)
+            if not link.connected or entry is None or not entry.ready:
+                continue
+            if local_only and entry.report.local_prefill != LocalPrefill.ALWAYS:
+                continue
+            links.append(link)
+        preferred = [link for link in links if link.worker_id not in run.excluded_decode]
+        return sorted(preferred or links, key=lambda link: (link.num_reserving, -link.headroom))
+
+    def is_local(self, link: DecodeLink) -> bool:
+        """The worker computes every prompt itself (role `both`)."""
+        entry = self.registry.entries.get(link.worker_id)
+        return entry is not None and entry.report.local_prefill == LocalPrefill.ALWAYS
+
+    async def reserve(
+        self, run: Run, attempt: Attempt, num_blocks: int, local_only: bool
+    ) -> DecodeLink:
+        """Room for the run. A promise that an earlier attempt still holds is taken over. Raises
+        Unavailable without any worker, ReserveRefused, AttemptLost."""
+        link = attempt.link
+        if link is None or not link.connected:
+            link = await self._choose(run, local_only)
+        while True:
+            attempt.link = link
+            reserving = asyncio.ensure_future(link.reserve(run, attempt, num_blocks))
+            try:
+                while not reserving.done():
+                    await asyncio.wait((reserving,), timeout=RECONSIDER_S)
+                    better = next(iter(self.candidates(run, local_only)), link)
+                    if better is not link and better.headroom >= num_blocks > link.headroom:
+                        break
+            finally:
+                if not reserving.done():
+                    reserving.cancel()
+                    await asyncio.wait((reserving,))
+            if not reserving.cancelled():
+                reserving.result()
+                return link
+            link = better
+
+    async def _choose(self, run: Run, local_only: bool) -> DecodeLink:
+        give_up_s = asyncio.get_running_loop().time() + (RESUME_WAIT_S if run.resumed else 0.0)
+        while True:
+            candidates = self.candidates(run, local_only)
+            if candidates:
+                return candidates[0]
+            changed = self._changed
+            try:
+                async with asyncio.timeout_at(give_up_s):
+                    await changed.wait()
+            except TimeoutError:
+                raise Unavailable("no decode worker is up", pool="decode") from None

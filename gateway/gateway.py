@@ -1,0 +1,173 @@
+"""One gateway's parts put together, over whatever bus, dialler and offer client it is given.
+
+The process (gateway/app.py) gives it NATS and gRPC, the simulation a lossy imitation of both under
+a virtual clock; nothing in here can tell.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from common.bus import DISCOVER_SUBJECT, REPORT_SUBJECTS, Bus, BusError, Message
+from common.config import GatewaySettings
+from common.telemetry import Telemetry
+from common.types import Role
+from common.wire import worker as wire
+from gateway.decode_link import Dial
+from gateway.decode_pool import DecodePool
+from gateway.offers import OfferClient, OfferKeeper
+from gateway.parser import RequestParser
+from gateway.pipeline import Pipeline
+from gateway.prefill_dispatch import PrefillDispatch
+from gateway.registry import Expected, WorkerEntry, WorkerRegistry
+from gateway.router import PrefixMemory
+from gateway.run import Counters, Runs
+from gateway.tokenizer import IdTokenizer
+
+_TICK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStatistics:
+    """A snapshot; metrics read it."""
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_unaccepted_jobs: int
+    num_prefill_workers: int
+    num_decode_workers: int
+    num_decode_links: int
+    num_refused_workers: int
+    num_admission_refusals: int
+    counters: Counters
+
+
+class Gateway:
+    """`start`, then `pipeline.generate` for each request, then `close`."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        bus: Bus,
+        dialer: Callable[[WorkerEntry], Dial],
+        offer_client: OfferClient,
+        tokenizer: IdTokenizer,
+        telemetry: Telemetry,
+        clock: Callable[[], float],
+    ) -> None:
+        self.settings = settings
+        self.bus = bus
+        self.runs = Runs()
+        entry = tokenizer.entry
+        self.registry = WorkerRegistry(
+            settings.worker_timeout_s,
+            clock,
+            on_join=self._on_join,
+            on_leave=self._on_leave,
+            on_orphan=self._on_orphan,
+            expected=Expected(entry.fingerprint, entry.vocab_size) if entry else None,
+        )
+        self.decode = DecodePool(
+            settings.gateway_id,
+            self.runs,
+            self.registry,
+            settings.worker_timeout_s,
+            dialer,
+            self._on_room,
+        )
+        self.prefill = PrefillDispatch(
+            bus, settings.gateway_id, self.runs, self.registry, PrefixMemory(self.registry)
+        )
+        self.offers = OfferKeeper(offer_client)
+        self.parser = RequestParser(settings, self.registry, tokenizer)
+        self.pipeline = Pipeline(
+            settings,
+            self.runs,
+            self.registry,
+            self.decode,
+            self.prefill,
+            self.offers,
+            tokenizer,
+            telemetry,
+        )
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self.bus.subscribe(REPORT_SUBJECTS, self._on_report)
+        await self.prefill.start()
+        self.bus.on_reconnect(self._on_connected)
+        await self._on_connected()
+        self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    async def close(self) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        await self.offers.close()
+        await self.decode.close()
+
+    @property
+    def ready(self) -> bool:
+        """A request would be taken now and, as far as is known, served."""
+        prefill = bool(self.registry.ready(Role.PREFILL))
+        links = [link for link in self.decode.links.values() if link.connected]
+        served = [link for link in links if prefill or self.decode.is_local(link)]
+        return bool(served) and self.bus.connected and not self.pipeline.draining
+
+    def statistics(self) -> GatewayStatistics:
+        return GatewayStatistics(
+            num_running=len(self.runs.by_id),
+            num_waiting=self.pipeline.admission.num_waiting,
+            num_waiting_tokens=self.pipeline.admission.num_tokens,
+            num_unaccepted_jobs=self.prefill.num_unaccepted,
+            num_prefill_workers=len(self.registry.ready(Role.PREFILL)),
+            num_decode_workers=len(self.registry.ready(Role.DECODE)),
+            num_decode_links=sum(link.connected for link in self.decode.links.values()),
+            num_refused_workers=len(self.registry.refused),
+            num_admission_refusals=self.pipeline.admission.num_refused,
+            counters=self.runs.counters,
+        )
+
+    # ------------------------------------------------------------ registry
+
+    async def _on_report(self, message: Message) -> None:
+        try:
+            report = wire.WorkerReport.FromString(message.data)
+        except DecodeError:
+            return
+        self.registry.report(report)
+        self.prefill.wake()
+
+    def _on_join(self, entry: WorkerEntry) -> None:
+        if entry.report.role == Role.DECODE:
+            self.decode.join(entry)
+
+    def _on_leave(self, worker_id: str) -> None:
+        self.decode.leave(worker_id)
+
+    def _on_orphan(self, request_id: str, attempt: int) -> None:
+        self.prefill.orphaned(request_id, attempt)
+
+    def _on_room(self) -> None:
+        self.pipeline.admission.wake()
+
+    async def _on_connected(self) -> None:
+        """NATS is there, or there again: its streams may be gone, and so may be any report."""
+        self.registry.resume()
+        try:
+            await self.bus.ensure_job_queue(self.settings.request_timeout_s)
+            await self.bus.publish(DISCOVER_SUBJECT, b"")
+        except BusError:
+            return
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            if self.bus.connected:
+                self.registry.resume()
+            else:
+                self.registry.pause()
+            self.registry.expire(self.decode.alive)

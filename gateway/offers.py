@@ -1,0 +1,71 @@
+"""The gateway's part in a lease: renew an offer until its claimer does, release what nobody wants.
+
+Between the ticket and the claim the offer belongs to nobody but the gateway: a decode worker that
+is one block short waits, and the lease must not run out meanwhile.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from common.errors import BatonError
+from common.wire import worker as wire
+
+
+class OfferClient(Protocol):
+    """The exporter's KVTransferService, as far as a gateway uses it."""
+
+    async def renew(self, offer: wire.Offer) -> None: ...
+
+    async def release(self, offer: wire.Offer) -> None: ...
+
+
+class OfferKeeper:
+    """Owns the tasks that renew and release."""
+
+    def __init__(self, client: OfferClient) -> None:
+        self._client = client
+        self._releases: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def kept(self, offer: wire.Offer) -> AsyncIterator[None]:
+        """Renews while the block runs."""
+        renewing = asyncio.get_running_loop().create_task(self._renew(offer))
+        try:
+            yield
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+
+    async def _renew(self, offer: wire.Offer) -> None:
+        while True:
+            await asyncio.sleep(offer.lease_ms / 3000)
+            try:
+                await self._client.renew(offer)
+            except BatonError:
+                # The next one may get through; if none does, the lease runs out and the claim
+                # is refused: the attempt ends as kv_lost.
+                continue
+
+    def release(self, offer: wire.Offer) -> None:
+        """Gives the blocks back in the background; if that fails the lease runs out by itself."""
+        task = asyncio.get_running_loop().create_task(self._release(offer))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release(self, offer: wire.Offer) -> None:
+        try:
+            await self._client.release(offer)
+        except BatonError:
+            return
+
+    async def close(self) -> None:
+        """Lets releases under way finish."""
+        await asyncio.gather(*self._releases, return_exceptions=True)
+
+
+def lease_key(offer: wire.Offer) -> wire.LeaseKey:
+    return wire.LeaseKey(
+        lease_id=offer.lease_id, secret=offer.secret, epoch=offer.epoch, attempt=offer.attempt
+    )

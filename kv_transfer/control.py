@@ -1,0 +1,245 @@
+"""KVTransferService on both sides: the exporter's leases as a gRPC servicer, and its client.
+
+Messages stop here: inward there are only the dataclasses of common/types.py and kv_transfer. Every
+answer of the servicer is one synchronous step on the lease table (kv_transfer/exports.py).
+"""
+
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
+
+from common import rpc, wire
+from common.errors import BatonError, LayoutMismatch, PeerLost
+from common.types import Epoch, KVLayout, WorkerId
+from kv_transfer.base import (
+    HostIdentity,
+    LoopbackAddress,
+    Peer,
+    ShmAddress,
+    TcpAddress,
+    TransportAddress,
+)
+from kv_transfer.exports import Exports
+from kv_transfer.lease import LeaseKey, LeaseVerdict
+
+# A peer that takes longer to answer is taken for dead (timers of docs/design.md).
+CALL_TIMEOUT_S = 3.0
+
+Answer = TypeVar("Answer")
+
+
+class KVTransferServicer(wire.worker_grpc.KVTransferServiceServicer):
+    """Serves one worker's exports. A bad message raises InvalidRequest, which the server's
+    boundary turns into a status."""
+
+    def __init__(self, exports: Exports, host: HostIdentity, protocol_version: int) -> None:
+        self._exports = exports
+        self._host = host
+        self._protocol_version = protocol_version
+
+    async def Hello(
+        self, request: wire.worker.HelloRequest, context: rpc.Context
+    ) -> wire.worker.HelloResponse:
+        peer = self._exports.describe()
+        return wire.worker.HelloResponse(
+            protocol_version=self._protocol_version,
+            worker_id=peer.worker_id,
+            epoch=peer.epoch,
+            layout=wire.layout_to_proto(peer.layout),
+            addresses=[_address_to_proto(address) for address in peer.addresses],
+            host=_host_to_proto(self._host),
+            num_blocks=peer.num_blocks,
+        )
+
+    async def Claim(
+        self, request: wire.worker.ClaimRequest, context: rpc.Context
+    ) -> wire.worker.ClaimResponse:
+        verdict = self._exports.claim(
+            _key_from_proto(request.key),
+            request.claimer_id,
+            request.block_indices,
+            request.transport,
+        )
+        return wire.worker.ClaimResponse(verdict=_TO_PROTO[verdict], lease_ms=self._lease_ms)
+
+    async def Renew(
+        self, request: wire.worker.RenewRequest, context: rpc.Context
+    ) -> wire.worker.RenewResponse:
+        verdicts = self._exports.renew([_key_from_proto(key) for key in request.keys])
+        return wire.worker.RenewResponse(
+            verdicts=[_TO_PROTO[verdict] for verdict in verdicts], lease_ms=self._lease_ms
+        )
+
+    async def Settle(
+        self, request: wire.worker.SettleRequest, context: rpc.Context
+    ) -> wire.worker.SettleResponse:
+        verdict = self._exports.settle(_key_from_proto(request.key))
+        return wire.worker.SettleResponse(verdict=_TO_PROTO[verdict])
+
+    async def Release(
+        self, request: wire.worker.ReleaseRequest, context: rpc.Context
+    ) -> wire.worker.ReleaseResponse:
+        verdict = self._exports.release(_key_from_proto(request.key))
+        return wire.worker.ReleaseResponse(verdict=_TO_PROTO[verdict])
+
+    @property
+    def _lease_ms(self) -> int:
+        return round(self._exports.lease_s * 1000)
+
+
+class GrpcKVControl:
+    """The `KVControl` of real processes: one channel for each exporter spoken to."""
+
+    def __init__(
+        self,
+        worker_id: WorkerId,
+        epoch: Epoch,
+        layout: KVLayout,
+        host: HostIdentity,
+        token: str,
+        protocol_version: int,
+    ) -> None:
+        self._hello = wire.worker.HelloRequest(
+            protocol_version=protocol_version,
+            worker_id=worker_id,
+            epoch=epoch,
+            layout=wire.layout_to_proto(layout),
+            host=_host_to_proto(host),
+        )
+        self._token = token
+        self._channels: dict[str, rpc.Channel] = {}
+
+    async def hello(self, endpoint: str) -> tuple[Peer, HostIdentity]:
+        """Raises LayoutMismatch for another protocol version, before anything else is read."""
+        answer = await _answered(self._stub(endpoint).Hello(self._hello, timeout=CALL_TIMEOUT_S))
+        ours, theirs = self._hello.protocol_version, answer.protocol_version
+        if ours != theirs:
+            raise LayoutMismatch("protocol_version", str(ours), str(theirs))
+        peer = Peer(
+            worker_id=answer.worker_id,
+            epoch=answer.epoch,
+            layout=wire.layout_from_proto(answer.layout),
+            num_blocks=answer.num_blocks,
+            addresses=_addresses_from_proto(answer.addresses),
+        )
+        host = HostIdentity(
+            answer.host.boot_id, answer.host.hostname, tuple(answer.host.device_uuids)
+        )
+        return peer, host
+
+    async def claim(
+        self, endpoint: str, key: LeaseKey, block_indices: Sequence[int], transport: str
+    ) -> LeaseVerdict:
+        request = wire.worker.ClaimRequest(
+            key=_key_to_proto(key),
+            claimer_id=self._hello.worker_id,
+            claimer_epoch=self._hello.epoch,
+            block_indices=block_indices,
+            transport=transport,
+        )
+        call = self._stub(endpoint).Claim(request, timeout=CALL_TIMEOUT_S)
+        return _from_proto((await _answered(call)).verdict)
+
+    async def renew(self, endpoint: str, keys: Sequence[LeaseKey]) -> tuple[LeaseVerdict, ...]:
+        request = wire.worker.RenewRequest(keys=[_key_to_proto(key) for key in keys])
+        call = self._stub(endpoint).Renew(request, timeout=CALL_TIMEOUT_S)
+        verdicts = tuple(_from_proto(verdict) for verdict in (await _answered(call)).verdicts)
+        if len(verdicts) != len(keys):
+            raise PeerLost("an exporter answered a renewal by halves")
+        return verdicts
+
+    async def settle(self, endpoint: str, key: LeaseKey) -> LeaseVerdict:
+        request = wire.worker.SettleRequest(key=_key_to_proto(key))
+        call = self._stub(endpoint).Settle(request, timeout=CALL_TIMEOUT_S)
+        return _from_proto((await _answered(call)).verdict)
+
+    async def release(self, endpoint: str, key: LeaseKey) -> LeaseVerdict:
+        request = wire.worker.ReleaseRequest(key=_key_to_proto(key))
+        call = self._stub(endpoint).Release(request, timeout=CALL_TIMEOUT_S)
+        return _from_proto((await _answered(call)).verdict)
+
+    async def forget(self, endpoint: str) -> None:
+        channel = self._channels.pop(endpoint, None)
+        if channel is not None:
+            await channel.close()
+
+    async def close(self) -> None:
+        for endpoint in list(self._channels):
+            await self.forget(endpoint)
+
+    def _stub(self, endpoint: str) -> wire.worker_grpc.KVTransferServiceAsyncStub:
+        if endpoint not in self._channels:
+            self._channels[endpoint] = rpc.make_internal_channel(endpoint, self._token)
+        return wire.worker_grpc.KVTransferServiceStub(self._channels[endpoint])
+
+
+async def _answered(call: Awaitable[Answer]) -> Answer:
+    """Whatever kept the answer away, an importer's conclusion is the same."""
+    try:
+        with rpc.calling():
+            return await call
+    except BatonError as error:
+        raise PeerLost(f"no answer from an exporter: {error.message}") from None
+
+
+# ---------------------------------------------------------------- messages
+
+
+_TO_PROTO = {
+    LeaseVerdict.OK: wire.worker.LEASE_VERDICT_OK,
+    LeaseVerdict.UNKNOWN: wire.worker.LEASE_VERDICT_UNKNOWN,
+    LeaseVerdict.EXPIRED: wire.worker.LEASE_VERDICT_EXPIRED,
+    LeaseVerdict.RELEASED: wire.worker.LEASE_VERDICT_RELEASED,
+    LeaseVerdict.SETTLED: wire.worker.LEASE_VERDICT_SETTLED,
+    LeaseVerdict.TAKEN: wire.worker.LEASE_VERDICT_TAKEN,
+    LeaseVerdict.STALE_EPOCH: wire.worker.LEASE_VERDICT_STALE_EPOCH,
+    LeaseVerdict.STALE_ATTEMPT: wire.worker.LEASE_VERDICT_STALE_ATTEMPT,
+    LeaseVerdict.BAD_SECRET: wire.worker.LEASE_VERDICT_BAD_SECRET,
+    LeaseVerdict.BAD_BLOCKS: wire.worker.LEASE_VERDICT_BAD_BLOCKS,
+}
+_FROM_PROTO = {value: verdict for verdict, value in _TO_PROTO.items()}
+
+
+def _from_proto(value: wire.worker.LeaseVerdict) -> LeaseVerdict:
+    """A verdict that this version does not know is certainly not OK."""
+    return _FROM_PROTO.get(value, LeaseVerdict.UNKNOWN)
+
+
+def _key_to_proto(key: LeaseKey) -> wire.worker.LeaseKey:
+    return wire.worker.LeaseKey(
+        lease_id=key.lease_id, secret=key.secret, epoch=key.epoch, attempt=key.attempt
+    )
+
+
+def _key_from_proto(message: wire.worker.LeaseKey) -> LeaseKey:
+    return LeaseKey(message.lease_id, message.secret, message.epoch, message.attempt)
+
+
+def _host_to_proto(host: HostIdentity) -> wire.worker.HostIdentity:
+    return wire.worker.HostIdentity(
+        boot_id=host.boot_id, hostname=host.hostname, device_uuids=host.device_uuids
+    )
+
+
+def _address_to_proto(address: TransportAddress) -> wire.worker.TransportAddress:
+    assert not isinstance(address, LoopbackAddress), "loopback does not leave its process"
+    if isinstance(address, ShmAddress):
+        shm = wire.worker.ShmAddress(
+            worker_id=address.worker_id, epoch=address.epoch, size_bytes=address.size_bytes
+        )
+        return wire.worker.TransportAddress(shm=shm)
+    tcp = wire.worker.TcpAddress(host=address.host, port=address.port, tls=address.tls)
+    return wire.worker.TransportAddress(tcp=tcp)
+
+
+def _addresses_from_proto(
+    messages: Sequence[wire.worker.TransportAddress],
+) -> tuple[TransportAddress, ...]:
+    """Kinds that this version does not know are left out."""
+    addresses: list[TransportAddress] = []
+    for message in messages:
+        if message.HasField("shm"):
+            shm = message.shm
+            addresses.append(ShmAddress(shm.worker_id, shm.epoch, shm.size_bytes))
+        elif message.HasField("tcp"):
+            addresses.append(TcpAddress(message.tcp.host, message.tcp.port, message.tcp.tls))
+    return tuple(addresses)

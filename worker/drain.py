@@ -1,0 +1,57 @@
+"""How a worker goes: a list of named phases, and the signals that start it.
+
+Each phase has until a share of the drain budget to end by itself, then the next one begins: what a
+phase leaves undone the next one ends harder. A phase that fails does not keep the later ones from
+running. A second signal skips all of it.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """``until``: share of the drain budget, counted from the start of the drain."""
+
+    name: str
+    run: Callable[[], Awaitable[None]]
+    until: float = 1.0
+
+
+async def shut_down(phases: Sequence[Phase], budget_s: float) -> None:
+    start_s = asyncio.get_running_loop().time()
+    for phase in phases:
+        log.info("shutdown: %s", phase.name)
+        try:
+            async with asyncio.timeout_at(start_s + phase.until * budget_s):
+                await phase.run()
+        except TimeoutError:
+            log.warning("shutdown: %s was cut short", phase.name)
+        except Exception:
+            log.exception("shutdown: %s failed", phase.name)
+
+
+class StopSignals:
+    """The first SIGTERM or SIGINT ends `wait`; at the second ``leave`` is called."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+        self._asked = asyncio.Event()
+
+    def install(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._received)
+
+    async def wait(self) -> None:
+        await self._asked.wait()
+
+    def _received(self) -> None:
+        if self._asked.is_set():
+            self._leave()
+        self._asked.set()
