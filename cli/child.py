@@ -61,7 +61,7 @@ class Child:
         its log. To be called on the main thread (see `die_with_parent`)."""
         first = self.spec.first_arguments if self._starts == 0 else ()
         # A gateway's free port is chosen once: clients go on with the address that they know.
-        port = ()
+        port: Sequence[str] = ()
         if self.spec.role == "gateway" and self.ready is not None:
             port = ("--grpc-port", self.ready.grpc.rpartition(":")[2])
         self._starts += 1

@@ -2,10 +2,33 @@
 
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
+
+from rich.table import Table
+
+from common.types import PhasesMs
 
 
 def print_json(content: Any) -> None:
     """One line on stdout, at once; with --json, nothing else goes there."""
     sys.stdout.write(json.dumps(content, ensure_ascii=False) + "\n")
     sys.stdout.flush()
+
+
+def print_text(text: str) -> None:
+    """A model's text on stdout, at once. A model is not to steer a terminal."""
+    if sys.stdout.isatty():
+        text = "".join(char for char in text if char.isprintable() or char in "\n\t")
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def phase_table(phases: PhasesMs) -> Table:
+    """Where the milliseconds of one request went."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("phase", header_style="bold")
+    table.add_column("ms", header_style="bold", justify="right")
+    for name, value in asdict(phases).items():
+        table.add_row(name.replace("_", " "), f"{value:.1f}")
+    return table

@@ -49,7 +49,7 @@ def find_source(model: str) -> model_source.ModelSource:
     path = Path(model)
     if path.suffix == ".gguf" and path.is_file():
         return GgufSource(path)
-    if path.is_dir():
+    if model and path.is_dir():
         return HuggingFaceSource(path)
     raise ModelError("model", f"{model} is neither a folder nor a .gguf file")
 

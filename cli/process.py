@@ -1,62 +1,48 @@
 """`baton gateway`, `baton prefill`, `baton decode`: one process each, as `up`, compose and
-Kubernetes start them."""
+Kubernetes start them. Settings are checked before anything heavy is imported."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 import uvloop
 
 from cli.models import prepared
 from cli.settings_flags import ConfigFile, with_settings
-from common.config import (
-    DecodeSettings,
-    GatewaySettings,
-    PrefillSettings,
-    SettingsT,
-    load,
-)
+from common.config import DecodeSettings, GatewaySettings, PrefillSettings, load
+
+T = TypeVar("T", GatewaySettings, PrefillSettings, DecodeSettings)
 
 
 @with_settings(GatewaySettings)
 def gateway(config: ConfigFile = None, **settings: Any) -> None:
     """Run one gateway: gRPC for clients, dispatch to both pools."""
+    loaded = _loaded(GatewaySettings, settings, config)
     from gateway.app import run
 
-    _serve(GatewaySettings, run, config, settings)
+    raise typer.Exit(uvloop.run(run(loaded)))
 
 
 @with_settings(PrefillSettings)
 def prefill(config: ConfigFile = None, **settings: Any) -> None:
     """Run one prefill worker."""
-    # Imported here: torch takes seconds, and no other command needs it.
+    loaded = _loaded(PrefillSettings, settings, config)
     from prefill_worker.app import run
 
-    _serve(PrefillSettings, run, config, settings)
+    raise typer.Exit(uvloop.run(run(loaded)))
 
 
 @with_settings(DecodeSettings)
 def decode(config: ConfigFile = None, **settings: Any) -> None:
     """Run one decode worker."""
+    loaded = _loaded(DecodeSettings, settings, config)
     from decode_worker.app import run
 
-    _serve(DecodeSettings, run, config, settings)
+    raise typer.Exit(uvloop.run(run(loaded)))
 
 
-def _serve(
-    kind: type[SettingsT],
-    run: Callable[[SettingsT], Awaitable[int]],
-    config: Path | None,
-    flags: dict[str, Any],
-) -> None:
+def _loaded(kind: type[T], flags: dict[str, Any], config: Path | None) -> T:
+    """Settings whose model is prepared."""
     settings = load(kind, flags, config)
-    model = str(getattr(settings, "model"))  # noqa: B009  (each of the three kinds has one)
-    flags["model"] = asyncio.run(prepared(model))
-    settings = load(kind, flags, config)
-
-    async def main() -> int:
-        return await run(settings)
-
-    raise typer.Exit(uvloop.run(main()))
+    return settings.model_copy(update={"model": asyncio.run(prepared(settings.model))})

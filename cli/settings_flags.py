@@ -36,7 +36,7 @@ def with_settings(
             function(**values)
 
         made: Any = command
-        made.__doc__ = function.__doc__
+        made.__name__, made.__doc__ = function.__name__, function.__doc__
         made.__signature__ = inspect.Signature([*own, *map(_parameter, fields, fields.values())])
         return command
 

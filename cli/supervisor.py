@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cli.child import Child, ChildFailed, ChildSpec, Ready
-from common.client import BatonClient
-from common.errors import BatonError, ConfigError, Unavailable
+from cli.readiness import wait_until_ready
+from common.errors import BatonError, ConfigError
 from common.nats_server import NatsServer
 
 Report = Callable[[str], None]
@@ -22,16 +22,8 @@ Report = Callable[[str], None]
 _BACKOFF_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 # A child that lived this long died of something new.
 _HEALTHY_S = 60.0
-_READY_S = 60.0
-_READY_POLL_S = 0.05
 # What a process needs after its drain budget, to close what it holds.
 _EXIT_S = 5.0
-
-
-def threads_per_engine(num_engines: int) -> int:
-    """Cores divided by engines: two engines of two threads each on two cores run 100 times slower
-    than of one (docs/design.md, section 6)."""
-    return max(1, len(os.sched_getaffinity(0)) // max(1, num_engines))
 
 
 class Supervisor:
@@ -67,19 +59,17 @@ class Supervisor:
     async def start(self) -> None:
         """Returns when a request to any gateway would succeed. Raises ConfigError or ChildFailed;
         `stop` is to be called then too."""
-        async with asyncio.TaskGroup() as group:
-            for child in (*self._workers, *self._gateways):
-                group.create_task(child.start())
-        try:
-            async with asyncio.timeout(_READY_S):
-                for gateway in self.gateways:
-                    await self._until_complete(gateway.grpc)
-        except TimeoutError:
-            raise ChildFailed(
-                f"the workers did not find the gateways within {_READY_S:.0f} s"
-            ) from None
-        loop = asyncio.get_running_loop()
         children = (*self._workers, *self._gateways)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for child in children:
+                    group.create_task(child.start())
+        except BaseExceptionGroup as group_error:
+            raise _first(group_error) from None
+        expected = {worker.id for worker in self.workers}
+        for gateway in self.gateways:
+            await wait_until_ready(gateway.grpc, expected)
+        loop = asyncio.get_running_loop()
         self._keepers = [loop.create_task(self._keep(child)) for child in children]
         if hasattr(os, "pidfd_open"):
             self._keepers.append(loop.create_task(self._keep_nats()))
@@ -95,20 +85,6 @@ class Supervisor:
     def kill(self) -> None:
         for child in (*self._gateways, *self._workers):
             child.signal(signal.SIGKILL)
-
-    async def _until_complete(self, address: str) -> None:
-        """Until the gateway there knows all workers as ready and would take a request."""
-        expected = {worker.id for worker in self.workers}
-        async with BatonClient(address) as client:
-            while True:
-                try:
-                    workers = (await client.list_workers()).workers
-                    ready = {w.worker_id for w in workers if w.state == "ready"}
-                    if expected <= ready and await client.ready():
-                        return
-                except Unavailable:
-                    pass
-                await asyncio.sleep(_READY_POLL_S)
 
     async def _keep(self, child: Child) -> None:
         loop = asyncio.get_running_loop()
@@ -157,6 +133,13 @@ async def _exit_of(pid: int) -> None:
     finally:
         loop.remove_reader(descriptor)
         os.close(descriptor)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """One of the errors of a group: what a user said wrong before what went wrong."""
+    errors = [error for error in group.exceptions if isinstance(error, BatonError)]
+    config = [error for error in errors if isinstance(error, ConfigError)]
+    return next(iter((*config, *errors, *group.exceptions)))
 
 
 def _ending(status: int) -> str:

@@ -11,6 +11,7 @@ to obey. Only the standard library is used, so that any layer can call `hit`.
 """
 
 import asyncio
+import math
 import os
 import signal
 import threading
@@ -137,6 +138,6 @@ def _parse(part: str) -> tuple[str, _Armed]:
         armed = _Armed(action, float(seconds or 0), int(count) if at else None)
     except ValueError:
         raise ConfigError("failpoints", f"{part!r} is not name=action[:seconds][@n]") from None
-    if armed.sleep_s < 0 or (armed.at_hit is not None and armed.at_hit < 1):
+    if not 0 <= armed.sleep_s < math.inf or (armed.at_hit is not None and armed.at_hit < 1):
         raise ConfigError("failpoints", f"{name}: seconds must be at least 0 and n at least 1")
     return name, armed

@@ -16,7 +16,6 @@ its ack_wait is over). Therefore:
 """
 
 import asyncio
-import json
 import logging
 import random
 from collections import Counter
@@ -32,17 +31,12 @@ from nats.js import JetStreamContext, api
 
 from common.bus import (
     JOB_SUBJECT,
-    BusError,
     BusTimeout,
     Handler,
     Job,
     Message,
-    MessageTooLarge,
-    NoResponders,
-    QueueFull,
 )
-from common.config import read_secret
-from common.errors import ConfigError
+from common.nats_calls import CALL_S, headers_of, mapped, need_size, read_credentials
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +45,12 @@ CONSUMER = "any"
 # Jobs in the queue are those published and not yet accepted: a few a worker.
 MAX_QUEUED_JOBS = 1024
 _ACK_WAIT_S = 2.0
-_CALL_S = 2.0
 _FETCH_ROUND_S = 1.0
 _RETRY_S = 0.05
 _MAX_HANDLERS = 256
 _PENDING_BYTES = 8 << 20
 _RECONNECT_S = (0.2, 0.5)
 _WATCH_S = 0.2
-_STREAM_IS_FULL = 10077
 _STREAM_DIFFERS = 10058
 
 
@@ -85,7 +77,7 @@ class NatsBus:
     async def connect(cls, url: str, credentials_file: Path | None, instance_id: str) -> Self:
         """Waits until a server is there. ``instance_id`` names the connection and its inboxes.
         Raises ConfigError for a bad credentials file."""
-        user, password = _read_credentials(credentials_file)
+        user, password = read_credentials(credentials_file)
         bus = cls(
             {
                 "servers": url,
@@ -124,7 +116,8 @@ class NatsBus:
         self, subject: str, data: bytes, headers: Mapping[str, str] | None = None
     ) -> None:
         self._need_link()
-        await _mapped(self._client.publish(subject, data, headers=_headers(headers)))
+        need_size(data, headers)
+        await mapped(self._client.publish(subject, data, headers=headers_of(headers)))
 
     async def request(
         self,
@@ -134,8 +127,11 @@ class NatsBus:
         headers: Mapping[str, str] | None = None,
     ) -> bytes:
         self._need_link()
-        request = self._client.request(subject, data, timeout=timeout_s, headers=_headers(headers))
-        answer: Msg = await _mapped(request, timeout_s)
+        need_size(data, headers)
+        request = self._client.request(
+            subject, data, timeout=timeout_s, headers=headers_of(headers)
+        )
+        answer: Msg = await mapped(request, timeout_s)
         return bytes(answer.data)
 
     async def subscribe(self, subject: str, handler: Handler) -> None:
@@ -153,8 +149,8 @@ class NatsBus:
 
         self._subscriptions.append((subject, receive))
         if self.connected:  # else the next client subscribes it
-            await _mapped(self._client.subscribe(subject, cb=receive))
-            await _mapped(self._client.flush(timeout=_CALL_S))
+            await mapped(self._client.subscribe(subject, cb=receive))
+            await mapped(self._client.flush(timeout=CALL_S))
 
     def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._reconnect_callbacks.append(callback)
@@ -172,14 +168,15 @@ class NatsBus:
     async def ensure_job_queue(self, max_age_s: float) -> None:
         self._max_age_s = max_age_s
         self._need_link()
-        await _mapped(self._create_job_queue(max_age_s))
+        await mapped(self._create_job_queue(max_age_s))
 
     async def publish_job(
         self, data: bytes, message_id: str, headers: Mapping[str, str] | None = None
     ) -> None:
         self._need_link()
         wanted = {**(headers or {}), api.Header.MSG_ID.value: message_id}
-        await _mapped(self._publish_job(data, wanted))
+        need_size(data, wanted)
+        await mapped(self._publish_job(data, wanted))
 
     async def fetch_job(self, timeout_s: float) -> Job | None:
         loop = asyncio.get_running_loop()
@@ -233,13 +230,13 @@ class NatsBus:
 
     async def _publish_job(self, data: bytes, headers: dict[str, str]) -> None:
         try:
-            await self._stream.publish(JOB_SUBJECT, data, timeout=_CALL_S, headers=headers)
+            await self._stream.publish(JOB_SUBJECT, data, timeout=CALL_S, headers=headers)
         except nats.js.errors.NoStreamResponseError:
             # The server has lost its memory and our reconnect callback has not run yet.
             if self._max_age_s is None:
                 raise
             await self._create_job_queue(self._max_age_s)
-            await self._stream.publish(JOB_SUBJECT, data, timeout=_CALL_S, headers=headers)
+            await self._stream.publish(JOB_SUBJECT, data, timeout=CALL_S, headers=headers)
 
     async def _fetch(self, timeout_s: float) -> Msg | None:
         """One pull request. Takes its time also when it fails, so that callers can loop."""
@@ -262,10 +259,10 @@ class NatsBus:
 
     def _job(self, msg: Msg) -> Job:
         async def ack() -> None:
-            await _mapped(msg.ack())
+            await mapped(msg.ack())
 
         async def nak() -> None:
-            await _mapped(msg.nak())
+            await mapped(msg.nak())
 
         return Job(msg.data, msg.headers or {}, msg.metadata.num_delivered, ack, nak)
 
@@ -283,7 +280,7 @@ class NatsBus:
                 await client.connect(**self._options, error_cb=self._on_error)
                 await self._subscribe_all(client)
             except (OSError, TimeoutError, nats.errors.Error):
-                await self._within(_CALL_S, client.close())
+                await self._within(CALL_S, client.close())
                 await asyncio.sleep(random.uniform(*_RECONNECT_S))
                 continue
             self._client, self._stream, self._puller = client, client.jetstream(), None
@@ -298,7 +295,7 @@ class NatsBus:
                 await client.subscribe(subject, cb=receive)
                 num_done += 1
             # In force once the server has answered; meanwhile others may have been added.
-            await client.flush(timeout=_CALL_S)
+            await client.flush(timeout=CALL_S)
 
     async def _keep_link(self) -> None:
         while True:
@@ -339,8 +336,8 @@ class NatsBus:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.connected:
-            await self._within(_CALL_S / 2, self._client.flush())
-        await self._within(_CALL_S, self._client.close())
+            await self._within(CALL_S / 2, self._client.flush())
+        await self._within(CALL_S, self._client.close())
 
     async def _within(self, seconds: float, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -357,38 +354,3 @@ class NatsBus:
 
 async def _run(callback: Callable[[], Awaitable[None]]) -> None:
     await callback()
-
-
-async def _mapped(work: Coroutine[Any, Any, Any], timeout_s: float = _CALL_S) -> Any:
-    """``work``'s result, within ``timeout_s``, with the client's errors as ours."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await work
-    except nats.errors.NoRespondersError:
-        raise NoResponders("nobody listens") from None
-    except nats.errors.MaxPayloadError:
-        raise MessageTooLarge("the message is larger than NATS takes") from None
-    except nats.js.errors.ServiceUnavailableError as error:
-        if error.err_code == _STREAM_IS_FULL:
-            raise QueueFull("the job queue is full") from None
-        raise BusTimeout(f"JetStream does not answer: {error}") from None
-    except (TimeoutError, nats.errors.ConnectionClosedError, nats.errors.OutboundBufferLimitError):
-        raise BusTimeout("NATS does not answer") from None
-    except nats.errors.Error as error:
-        raise BusError(f"NATS: {error}") from error
-
-
-def _headers(headers: Mapping[str, str] | None) -> dict[str, str] | None:
-    return dict(headers) if headers else None
-
-
-def _read_credentials(path: Path | None) -> tuple[str | None, str | None]:
-    if path is None:
-        return None, None
-    try:
-        content = json.loads(read_secret(path, "nats_credentials_file"))
-        return str(content["user"]), str(content["password"])
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(
-            "nats_credentials_file", f"{path} must hold JSON with user and password"
-        ) from None

@@ -91,7 +91,10 @@ PUBLIC_CHANNEL_OPTIONS: Final[Options] = (
 
 
 def make_internal_server(token: str) -> aio.Server:
-    """For our own processes: every call but a health check must carry ``token``."""
+    """For our own processes: every call but a health check must carry ``token``. Raises
+    ConfigError when there is none."""
+    if not token:
+        raise ConfigError("token_file", "calls between processes need the run's token")
     return aio.server(
         interceptors=[TokenCheck(token), Boundary(None)], options=(*_SERVER, *_INTERNAL)
     )

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -185,7 +185,7 @@ class Telemetry:
 
         def stop() -> None:
             provider.shutdown()
-            if not loop.is_closed():
+            with suppress(RuntimeError):  # the loop has not waited and is closed
                 loop.call_soon_threadsafe(done.set)
 
         # A daemon thread: neither the loop's executor nor the interpreter's end waits for it.

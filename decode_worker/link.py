@@ -11,7 +11,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,7 +85,7 @@ class GatewayLink:
 
     async def responses(
         self, requests: AsyncIterator[wire.StreamRequest]
-    ) -> AsyncIterator[wire.StreamResponse]:
+    ) -> AsyncGenerator[wire.StreamResponse, None]:
         """Runs the link; what it yields goes to the gateway."""
         loop = asyncio.get_running_loop()
         tasks = (

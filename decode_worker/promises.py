@@ -86,10 +86,12 @@ class Promises:
 
     def _answer(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
-            name = {"request_id": answer.request_id, "attempt": answer.attempt}
-            if answer.refusal is None:
-                message = wire.StreamResponse(granted=wire.Granted(**name))
-            else:
-                refused = wire.Refused(**name, reason=answer.refusal.value)
-                message = wire.StreamResponse(refused=refused)
-            self._send(answer.stream, message)
+            self._send(answer.stream, _message(answer))
+
+
+def _message(answer: Answer) -> wire.StreamResponse:
+    request_id, attempt = answer.request_id, answer.attempt
+    if answer.refusal is None:
+        return wire.StreamResponse(granted=wire.Granted(request_id=request_id, attempt=attempt))
+    refused = wire.Refused(request_id=request_id, attempt=attempt, reason=answer.refusal.value)
+    return wire.StreamResponse(refused=refused)

@@ -4,7 +4,7 @@ life of one. Runs on the event loop; what it tells the engine is posted, in orde
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from common.errors import TransferError
@@ -14,9 +14,9 @@ from common.types import (
     ImportReady,
     LocalPrefill,
     Offer,
-    RequestId,
     SequenceFailed,
     SequenceOutput,
+    SequenceSpec,
     StepRecord,
 )
 from common.wire import offer_from_proto
@@ -69,9 +69,8 @@ class Running:
     def __len__(self) -> int:
         return len(self._table)
 
-    def owned(self) -> Iterator[tuple[RequestId, int]]:
-        for sequence in self._table:
-            yield sequence.spec.request_id, sequence.spec.attempt
+    def specs(self) -> list[SequenceSpec]:
+        return [sequence.spec for sequence in self._table]
 
     # ------------------------------------------------------------ what gateways say
 
@@ -120,7 +119,11 @@ class Running:
             return wire.END_REASON_ABORTED, "no_promise"
         if offer is None and self._local_prefill is LocalPrefill.NEVER:
             return wire.END_REASON_FAILED, "no_local_prefill"
-        if offer is not None and offer.num_tokens != sequence.spec.num_tokens - 1:
+        spec = sequence.spec
+        if not spec.prompt_ids:
+            return wire.END_REASON_FAILED, "no_prompt"
+        # The KV of all tokens but the last, which is an output token, is handed over.
+        if offer is not None and not (spec.output_ids and offer.num_tokens == spec.num_tokens - 1):
             return wire.END_REASON_KV_LOST, "offer_of_another_length"
         return None
 

@@ -32,7 +32,10 @@ from decode_worker.promises import Promises
 from decode_worker.reservations import Occupancy, Reservations, StreamId
 from decode_worker.running import Running
 from decode_worker.statistics import DecodeStatistics
+from engine.engine import Engine
 from kv_transfer.imports import Imports
+from worker.drain import Phase
+from worker.introspection import Json, exposition, to_json
 from worker.registration import Registration
 from worker.report import WorkerFacts, WorkerState, make_load, make_report
 from worker.runtime import MakeRuntime
@@ -55,7 +58,7 @@ class DecodeWorker:
         self._limits = LinkLimits(settings.outbox_max_bytes, settings.outbox_timeout_s)
         self._imports = imports
         self._runtime = make_runtime(self._on_events)
-        self._snapshot = EngineSnapshot(self._runtime, self._changed)
+        self._snapshot = EngineSnapshot(self._runtime, self._room_changed)
         self._registration = Registration(bus, facts.identity.worker_id, self.describe)
         self._promises = Promises(
             Reservations(facts.num_blocks, settings.decode_lookahead), self._send, self._occupancy
@@ -103,8 +106,9 @@ class DecodeWorker:
     async def hand_over(self) -> None:
         """Whatever still runs goes on elsewhere; then the streams end in good order."""
         self._running.hand_over_all()
-        for link in list(self._links.values()):
-            await link.flush()
+        links = list(self._links.values())
+        await asyncio.gather(*(link.flush() for link in links))
+        for link in links:
             link.close("drained")
         await self._running.wait_returned()
 
@@ -120,13 +124,24 @@ class DecodeWorker:
         await self._imports.close()
         await self._runtime.stop()
 
+    def drain_phases(self) -> list[Phase]:
+        return [
+            Phase("stop intake", self.stop_intake),
+            Phase("finish", self.finish, until=0.8),
+            Phase("hand over", self.hand_over, until=0.95),
+            Phase("leave", self.leave),
+        ]
+
     # ------------------------------------------------------------ what others see
+
+    def is_ready(self) -> bool:
+        return self._state is WorkerState.READY
 
     def describe(self) -> wire.WorkerReport:
         load = make_load(
             self._snapshot.current,
             self._runtime.step_age_s(),
-            owned=self._running.owned(),
+            owned=((spec.request_id, spec.attempt) for spec in self._running.specs()),
             bytes_moved=self._imports.statistics().num_bytes,
             promised_blocks=self._promises.num_blocks,
         )
@@ -143,6 +158,24 @@ class DecodeWorker:
             imports=self._imports.statistics(),
             **asdict(self._running.counters),
         )
+
+    def metrics(self) -> str:
+        return exposition(self._facts.identity.role, self._snapshot.current, self.statistics())
+
+    def debug_statistics(self) -> Json:
+        return to_json(self.statistics())
+
+    async def debug_kv(self) -> Json:
+        """The ledger, and who its owners are."""
+        ledger = await self._runtime.call(Engine.ledger)
+        return {
+            "ledger": to_json(ledger),
+            "sequences": {
+                str(spec.seq_id): {"request_id": spec.request_id, "attempt": spec.attempt}
+                for spec in self._running.specs()
+            },
+            "promised_blocks": self._promises.num_blocks,
+        }
 
     def _heartbeat(self) -> wire.Heartbeat:
         return wire.Heartbeat(
@@ -194,9 +227,12 @@ class DecodeWorker:
         self._changed()
 
     def _changed(self) -> None:
-        """Room may have come or gone: grants what fits now, and has the gateways told."""
-        self._promises.grant()
+        """A sequence, a promise or a stream has come or gone."""
+        self._room_changed()
         self._registration.changed()
+
+    def _room_changed(self) -> None:
+        self._promises.grant()
         if self._running or not self._promises.is_empty:
             self._idle.clear()
         else:

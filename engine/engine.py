@@ -118,6 +118,8 @@ class Engine:
                 self._quarantined[seq_id] = sequence
             self._end(sequence)
             self._stuck = False
+        # It may have ended as it was added, which no step has told yet.
+        self._events = [event for event in self._events if event.seq_id != seq_id]
 
     def release_lease(self, seq_id: SequenceId) -> None:
         """The lease on the blocks that this prefill_only sequence left has ended."""
@@ -304,6 +306,8 @@ class Engine:
             self._finish(sequence, FinishReason.LENGTH, now_s)
         elif sequence.num_tokens + sequence.samples > max_len:
             self._fail(sequence, "too_large", f"{spec.num_tokens} tokens, at most {max_len}")
+        elif not 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < self._runner.vocab_size:
+            self._fail(sequence, "failed", "a token id is out of the vocabulary")
         elif not self._scheduler.fits(sequence):
             total = self._pool.num_total
             detail = f"{sequence.compute_limit} tokens never fit {total} blocks"

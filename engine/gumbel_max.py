@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.philox import IDS_PER_COUNTER, MAX_GUMBEL, Float32s, UInt64s, gumbel, words
+from engine.philox import IDS_PER_COUNTER, MAX_GUMBEL, Float32s, gumbel, words
 from engine.topk import Int64s, kth_largest
 
 _NUM_FIRST = 64
+_GROUP_BITS = IDS_PER_COUNTER.bit_length() - 1
 # fp32 sums are rounded: bounds are taken a little wide.
 _MARGIN = 0.05
 
@@ -45,7 +46,9 @@ def gumbel_max(draws: Sequence[Draw]) -> list[int]:
     seeds = np.repeat(np.array([draw.seed for draw in draws], np.uint64), lengths)
     positions = np.repeat(np.array([draw.position for draw in draws], np.uint64), lengths)
     ids = np.concatenate([draw.ids[first] for draw, first in zip(draws, firsts, strict=True)])
-    noise = gumbel(_words_of_ids(seeds, positions, ids))
+    # One counter an id: few of these ids are neighbours.
+    random = words(seeds, positions, (ids >> _GROUP_BITS).astype(np.uint64))
+    noise = gumbel(random[ids & (IDS_PER_COUNTER - 1), np.arange(len(ids))])
     ends = np.cumsum(lengths)[:-1]
     chosen = []
     for draw, first, row_noise in zip(draws, firsts, np.split(noise, ends), strict=True):
@@ -68,23 +71,16 @@ def _best_candidates(scores: Float32s) -> Int64s:
 def _among_all(draw: Draw, best: float) -> int:
     """The winner of a row, given the sum of one of its ids."""
     within = np.flatnonzero(draw.scores > best - MAX_GUMBEL - _MARGIN)
-    ids = draw.ids[within]
+    groups = draw.ids[within] >> _GROUP_BITS
+    groups = groups[np.concatenate(([True], groups[1:] != groups[:-1]))]  # ascending: drops equals
     seed, position = np.array([draw.seed], np.uint64), np.array([draw.position], np.uint64)
-    random = _words_of_ids(seed, position, ids)
+    random = words(seed, position, groups.astype(np.uint64))
     # u is at least (word - 2**9) / 2**32; the noise of u is at least that of the least that wins.
     least = math.exp(-math.exp(_MARGIN - best)) * 2**32 - 2**9
-    lucky = np.flatnonzero(random >= np.uint64(max(least, 0)))
-    sums = draw.scores[within[lucky]] + gumbel(random[lucky])
-    return int(ids[lucky[sums.argmax()]])
-
-
-def _words_of_ids(seeds: UInt64s, positions: UInt64s, ids: Int64s) -> UInt64s:
-    """The word of each of ``ids``. ``seeds`` and ``positions`` are one an id, or ``[1]`` for one
-    sequence; its neighbouring ids, ascending, then share their counters."""
-    groups = ids // IDS_PER_COUNTER
-    column = np.arange(len(ids))
-    if len(seeds) == 1:
-        starts = np.concatenate(([True], groups[1:] != groups[:-1]))
-        groups = groups[starts]
-        column = np.cumsum(starts) - 1
-    return words(seeds, positions, groups.astype(np.uint64))[ids % IDS_PER_COUNTER, column]
+    word, group = np.nonzero(random >= np.uint64(max(least, 0)))
+    ids = groups[group] * IDS_PER_COUNTER + word
+    # Neighbours of a candidate share its counter and need not be candidates.
+    place = np.minimum(np.searchsorted(draw.ids, ids), len(draw.ids) - 1)
+    real = draw.ids[place] == ids
+    sums = draw.scores[place[real]] + gumbel(random[word[real], group[real]])
+    return int(ids[real][sums == sums.max()].min())

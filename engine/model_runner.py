@@ -27,7 +27,7 @@ from engine.kv_cache import KVCache
 from engine.logprobs import token_logprobs
 from engine.models.config import read_entry
 from engine.models.llama import LlamaModel, load_model
-from engine.sampler import Sampled, sample
+from engine.sampler import NOT_FINITE, Sampled, sample
 
 # Positions whose prompt log-probabilities are made at once: 64 x 49,152 logits are 12 MiB.
 _LOGPROBS_SLICE = 64
@@ -78,13 +78,15 @@ class TorchRunner:
         first = 0
         for row, result in zip(batch.rows, results, strict=True):
             token_ids = self._resolve(row)
-            if token_ids is None:
-                result.error = "the step before gave this sequence no token"
+            if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+                # Also where the step before failed, so that nothing was in flight.
+                result.error = "a token id is out of the vocabulary"
                 continue
             live.append(_LiveRow(row, result, token_ids, first))
             first += len(token_ids)
         if live:
             hidden = self._forward(live)
+            _fail_not_finite(live, hidden)
             self._score_prompts(live, hidden)
             self._sample(live, hidden)
         self._in_flight = {
@@ -97,13 +99,11 @@ class TorchRunner:
     def copy_block(self, source: int, target: int) -> None:
         self._cache.copy_block(source, target)
 
-    def _resolve(self, row: BatchRow) -> list[TokenId] | None:
-        """The row's ids with an IN_FLIGHT one filled in; None if it never came to be."""
+    def _resolve(self, row: BatchRow) -> list[TokenId]:
+        """The row's ids with one IN_FLIGHT filled in, if its token came to be."""
         token_ids = list(row.token_ids)
         if token_ids[0] == IN_FLIGHT:
-            if row.seq_id not in self._in_flight:
-                return None
-            token_ids[0] = self._in_flight[row.seq_id]
+            token_ids[0] = self._in_flight.get(row.seq_id, IN_FLIGHT)
         return token_ids
 
     def _forward(self, live: Sequence["_LiveRow"]) -> Tensor:
@@ -147,13 +147,21 @@ class TorchRunner:
                 begin = row.first + start
                 logits = self._model.logits(hidden[begin : begin + len(targets)])
                 if not bool(logits.sum().isfinite()):
-                    row.result.error = "logits are not finite"
+                    row.result.error = NOT_FINITE
                     break
                 scored += [
                     token_logprobs(scores, target, request.num_top)
                     for scores, target in zip(logits.cpu().numpy(), targets, strict=True)
                 ]
             row.result.prompt_logprobs = tuple(scored)
+
+
+def _fail_not_finite(live: Sequence["_LiveRow"], hidden: Tensor) -> None:
+    """Chunks in mid-prompt have no logits to tell that their KV is worthless."""
+    for row in live:
+        states = hidden[row.first : row.first + len(row.token_ids)]
+        if row.row.sample is None and not bool(states.sum().isfinite()):
+            row.result.error = NOT_FINITE
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class TokenChain:
 
 
 class PrefixCache:
-    """The index of one pool. ``num_queries`` and ``num_hit_tokens`` are counted by who admits."""
+    """The index of one pool. ``key_function`` is another one in tests only."""
 
     def __init__(self, num_blocks: int, key_function: KeyFunction = block_key) -> None:
         self.key_function = key_function

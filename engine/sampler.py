@@ -29,6 +29,7 @@ from engine.topk import kth_largest, nucleus
 
 # A little more than the widest gap that noise can close (MAX_GUMBEL - MIN_GUMBEL).
 _WINDOW = 19.5
+NOT_FINITE = "logits are not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,9 @@ def sample(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
     for i, token_id in zip(drawn, gumbel_max(draws), strict=True):
         token_ids[i] = token_id
     return [
-        _result(rows[i], token_ids[i], request.params) if finite[i] else _NOT_FINITE
+        _result(rows[i], token_ids[i], request.params) if finite[i] else Sampled(error=NOT_FINITE)
         for i, request in enumerate(requests)
     ]
-
-
-_NOT_FINITE = Sampled(error="logits are not finite")
 
 
 def _result(row: Float32s, token_id: int, params: SamplingParams) -> Sampled:

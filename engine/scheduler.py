@@ -1,19 +1,21 @@
-"""Which tokens the next step computes: running decodes first, then prefills, then imports.
+"""Which tokens the next step computes: running decodes first, then prefills.
 
 Life of a sequence in here::
 
-    1. add / add_import   it waits: resumes before new work, then by priority and age
-    2. admission          all blocks of its tokens plus one, at once or not at all; a cached prefix
-                          is shared instead of computed; an import waits for its copy meanwhile
+    1. add                it waits, in one line for those to compute and one for imports: resumes
+                          before new work, then by priority and age
+    2. admission          of the older head: all blocks of its tokens plus one, at once or not at
+                          all; a cached prefix is shared instead of computed; an import needs none
+                          of the step's budget, but waits for its copy before it runs
     3. running            each step computes what is pending, within the budget; decodes need a new
                           block now and then
     4. preemption         no block left for a decode: the youngest gives all its blocks back, keeps
                           its tokens and waits again
     5. leave              it ended; its blocks go back once no launched step writes to them
 
-Who waits in a line is never overtaken in it, so nobody starves: a head that lacks room holds back
-all later lines. An admission leaves one block for each running sequence to grow into, unless the
-pool is otherwise idle: so at least one sequence always runs, and preempted ones do not bounce.
+Nobody is overtaken for want of blocks or of a slot, so nobody starves. An admission leaves one
+block for each running sequence to grow into, unless the pool is otherwise idle: so at least one
+sequence always runs, and preempted ones do not bounce.
 """
 
 import time
@@ -93,14 +95,13 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
-        line = self.waiting_imports if sequence.is_import else self.waiting
-        insort(line, sequence, key=lambda waiting: waiting.queue_key)
+        insort(self._line(sequence), sequence, key=lambda waiting: waiting.queue_key)
 
     def finish_import(self, sequence: Sequence) -> None:
         """The copy is good: the sequence goes on as if it had been computed here."""
         assert sequence.holding is not None and sequence.import_holding is not None
         del self.importing[sequence.seq_id]
-        self._pool.absorb(sequence.import_holding, sequence.holding, at=sequence.num_indexed)
+        self._pool.absorb(sequence.holding, sequence.import_holding, at=sequence.num_indexed)
         sequence.import_holding = None
         self._run(sequence)
 
@@ -112,7 +113,7 @@ class Scheduler:
         elif sequence.status is Status.IMPORTING:
             del self.importing[sequence.seq_id]
         elif sequence.status is Status.WAITING:
-            (self.waiting_imports if sequence.is_import else self.waiting).remove(sequence)
+            self._line(sequence).remove(sequence)
         sequence.status = Status.ENDED
 
     # ------------------------------------------------------------ one step
@@ -145,8 +146,7 @@ class Scheduler:
         budget -= len(decodes)
         for sequence in prefills:
             budget -= self._plan_prefill(plan, sequence, budget)
-        if self._admit(plan, budget):
-            self._admit_imports(plan)
+        self._admit(plan, budget)
         return plan
 
     def _plan_prefill(self, plan: Plan, sequence: Sequence, budget: int) -> int:
@@ -220,24 +220,43 @@ class Scheduler:
 
     # ------------------------------------------------------------ admission
 
-    def _admit(self, plan: Plan, budget: int) -> bool:
-        """Admits from the head of the line while budget, slots and room last. False: the head
-        lacks a slot or room, and later lines must wait too."""
-        while self.waiting and budget > 0:
-            sequence = self.waiting[0]
-            if self._num_slots() <= 0:
-                return False
-            if not self._config.enable_chunked_prefill and sequence.num_tokens > budget:
-                return True
-            if not self._take_blocks(sequence):
-                return False
-            self.waiting.pop(0)
-            self._run(sequence)
-            budget -= self._plan_prefill(plan, sequence, budget)
-        return True
+    def _admit(self, plan: Plan, budget: int) -> None:
+        """Admits whoever has waited longest while budget, slots and room last."""
+        while self._num_slots() > 0:
+            sequence = self._head(budget)
+            if sequence is None or not self._take_blocks(sequence):
+                return
+            self._line(sequence).pop(0)
+            now_s = self._clock()
+            sequence.queue_s += now_s - sequence.since_s
+            sequence.since_s = now_s
+            if sequence.is_import:
+                sequence.status = Status.IMPORTING
+                self.importing[sequence.seq_id] = sequence
+                plan.imports.append(sequence)
+            else:
+                self._run(sequence)
+                budget -= self._plan_prefill(plan, sequence, budget)
+
+    def _head(self, budget: int) -> Sequence | None:
+        """The first of both lines; one that only lacks budget in this step lets imports pass."""
+        heads = self.waiting_imports[:1]
+        if self.waiting:
+            needs = 1 if self._config.enable_chunked_prefill else self.waiting[0].num_tokens
+            if budget >= needs:
+                heads = heads + self.waiting[:1]
+        return min(heads, key=lambda head: head.queue_key, default=None)
+
+    def _line(self, sequence: Sequence) -> list[Sequence]:
+        return self.waiting_imports if sequence.is_import else self.waiting
 
     def _take_blocks(self, sequence: Sequence) -> bool:
         """Gives a waiting sequence its whole block table, or nothing."""
+        if sequence.is_import:
+            return self._take_import_blocks(sequence)
+        return self._take_prefill_blocks(sequence)
+
+    def _take_prefill_blocks(self, sequence: Sequence) -> bool:
         usable = 0 if sequence.wants_prompt_logprobs else sequence.num_tokens
         hits = self._pool.match(sequence.chain, sequence.token_ids, usable // self._pool.block_size)
         # The logits of the last token are needed, so a hit must leave it to compute. Where that
@@ -274,17 +293,6 @@ class Scheduler:
         self._copy_block(source, blocks[0])
         self._pool.release(pin)
 
-    def _admit_imports(self, plan: Plan) -> None:
-        while self.waiting_imports and self._num_slots() > 0:
-            sequence = self.waiting_imports[0]
-            if not self._take_import_blocks(sequence):
-                return
-            self.waiting_imports.pop(0)
-            self._end_wait(sequence)
-            sequence.status = Status.IMPORTING
-            self.importing[sequence.seq_id] = sequence
-            plan.imports.append(sequence)
-
     def _take_import_blocks(self, sequence: Sequence) -> bool:
         """Room for a handed-off sequence: cached blocks are shared, the others of its KV are held
         as importing until the copy into them has settled. All its tokens but the last have KV."""
@@ -311,20 +319,13 @@ class Scheduler:
     def _count_hit(self, sequence: Sequence, num_hit_tokens: int) -> None:
         hit_prompt = min(num_hit_tokens, sequence.num_prompt)
         sequence.num_cached += max(0, hit_prompt - sequence.was_settled)
-        if sequence.num_preemptions == 0:
+        if sequence.chain is not None and sequence.num_preemptions == 0:
             self.counters.prefix_queries += 1
             self.counters.prefix_hits += num_hit_tokens > 0
             self.counters.prefix_query_tokens += sequence.num_tokens
             self.counters.prefix_hit_tokens += num_hit_tokens
 
     def _run(self, sequence: Sequence) -> None:
-        if sequence.status is Status.WAITING:
-            self._end_wait(sequence)
         sequence.status = Status.RUNNING
         self.running[sequence.seq_id] = sequence
         self._num_growing += not sequence.spec.prefill_only
-
-    def _end_wait(self, sequence: Sequence) -> None:
-        now_s = self._clock()
-        sequence.queue_s += now_s - sequence.since_s
-        sequence.since_s = now_s

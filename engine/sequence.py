@@ -85,8 +85,7 @@ class Sequence:
         self.status = Status.NEW
         self.is_import = is_import
         self.token_ids: list[TokenId] = [*spec.prompt_ids, *spec.output_ids]
-        self.num_prompt = len(spec.prompt_ids)
-        self.num_tokens = len(self.token_ids)
+        self.num_prompt, self.num_tokens = len(spec.prompt_ids), spec.num_tokens
         self.token_limit = min(self.num_prompt + params.max_tokens, max_model_len)
         self.compute_limit = max(self.num_prompt, self.token_limit - 1)
         if spec.prefill_only:

@@ -113,10 +113,14 @@ class ChatTemplate:
                 lambda match: "".join(char + mark for char in match[0]),
                 content,
             )
-        if content.endswith(self._heads):
-            content += mark
-        if content.startswith(self._tails):
-            content = mark + content
+        # The marks stand within the white space around, which templates may trim.
+        core = content.strip()
+        inside = core and any(core in token.content for token in self._tokens)
+        if inside or core.startswith(self._tails) or content.startswith(self._tails):
+            content = content.replace(core, mark + core, 1)
+        if core.endswith(self._heads) or content.endswith(self._heads):
+            before, _, after = content.rpartition(core)
+            content = before + core + mark + after
         return content
 
     def _pieces(self, text: str, mark: str) -> Iterator[str | int]:

@@ -85,10 +85,10 @@ class Detokenizer:
         if self._stops.matched is not None:
             return ""
         rest = self._pending_text().rstrip(_REPLACEMENT)
-        text = self._stops.held + rest
-        self._stops.held = ""
         self._pending.clear()
-        return text
+        text = self._stops.push(rest, look=self._num_tokens > self._min_tokens)
+        held, self._stops.held = self._stops.held, ""
+        return text + held
 
     def _decode(self, token_id: TokenId) -> str:
         """Text that ``token_id`` completes; empty while a character is unfinished."""

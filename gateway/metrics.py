@@ -44,7 +44,7 @@ class _Snapshot(Collector):
         return metrics
 
 
-def exposition(gateway: Gateway) -> bytes:
+def exposition(gateway: Gateway) -> str:
     registry = CollectorRegistry()
     registry.register(_Snapshot(gateway))
-    return generate_latest(registry)
+    return generate_latest(registry).decode()

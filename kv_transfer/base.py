@@ -147,6 +147,11 @@ class KVExporter(ABC):
     def address(self) -> TransportAddress:
         """What peers need to reach this pool."""
 
+    @property
+    def num_strangers(self) -> int:
+        """Connections to a data port that were hung up on: no proof, or asking out of bounds."""
+        return 0
+
     @abstractmethod
     def seal(self, blocks: Sequence[BlockRef]) -> tuple[int, ...]:
         """Checksums of the blocks as they lie in the pool now, () where the layout says none."""
@@ -182,8 +187,9 @@ class KVImporter(ABC):
         copies: Sequence[BlockCopy],
         cancel: CancelFlag,
     ) -> FetchResult:
-        """Copies all blocks, checking each right after its copy. Raises ChecksumMismatch, PeerLost
-        or TransferCancelled; the targets' content is then undefined and must not be used."""
+        """Copies all blocks, which are the claim's in the claim's order, checking each right after
+        its copy. Raises ChecksumMismatch, PeerLost or TransferCancelled; the targets' content is
+        then undefined and must not be used."""
 
     @abstractmethod
     def forget(self, worker_id: WorkerId, epoch: Epoch) -> None:

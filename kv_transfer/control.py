@@ -166,7 +166,7 @@ class GrpcKVControl:
         for endpoint in list(self._channels):
             await self.forget(endpoint)
 
-    def _stub(self, endpoint: str) -> wire.worker_grpc.KVTransferServiceAsyncStub:
+    def _stub(self, endpoint: str) -> "wire.worker_grpc.KVTransferServiceAsyncStub":
         if endpoint not in self._channels:
             self._channels[endpoint] = rpc.make_internal_channel(endpoint, self._token)
         return wire.worker_grpc.KVTransferServiceStub(self._channels[endpoint])

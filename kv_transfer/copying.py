@@ -4,7 +4,7 @@ A block is hashed where it arrived, right after its copy, while it is still in t
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, wait
 from functools import partial
 
@@ -41,7 +41,8 @@ def copy_rows(
     transport: str,
     helper: Executor | None = None,
 ) -> FetchResult:
-    """Copies from a peer's pool into ours, half of a big fetch on ``helper``'s thread.
+    """Copies from a peer's pool into ours; ``helper``'s thread joins in where there is much to do.
+    Both take the next block from one iterator, so that neither waits for the other's share.
 
     Returns or raises only after both threads have stopped writing. Raises TransferError for a
     block outside the peer's pool, ChecksumMismatch, or TransferCancelled.
@@ -53,13 +54,15 @@ def copy_rows(
     if helper is None or len(copies) < MIN_BLOCKS_TO_SPLIT:
         run(copies)
     else:
-        half = len(copies) // 2
-        other = helper.submit(run, copies[half:])
+        shared = iter(copies)
+        other = helper.submit(run, shared)
         try:
-            run(copies[:half])
+            run(shared)
         finally:
-            wait((other,))
-        other.result()
+            if not other.cancel():
+                wait((other,))
+        if not other.cancelled():
+            other.result()
     return FetchResult(
         num_blocks=len(copies),
         num_bytes=len(copies) * source.shape[1],
@@ -86,7 +89,7 @@ def _copy(
     target: Rows,
     hash_bytes: Hasher | None,
     cancel: CancelFlag,
-    copies: Sequence[BlockCopy],
+    copies: Iterable[BlockCopy],
 ) -> None:
     for copy in copies:
         go_on(cancel)

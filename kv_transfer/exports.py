@@ -50,11 +50,13 @@ OnEnd = Callable[[LeaseEnd], None]
 
 @dataclass(frozen=True, slots=True)
 class ExportStatistics:
-    """``num_bytes`` and ``num_blocks``: settled, by transport."""
+    """``num_bytes`` and ``num_blocks``: settled, by transport. ``num_strangers``: turned away at
+    data ports."""
 
     leases: LeaseStatistics
     num_blocks: Mapping[str, int]
     num_bytes: Mapping[str, int]
+    num_strangers: int
 
 
 class Exports:
@@ -138,7 +140,10 @@ class Exports:
 
     def statistics(self) -> ExportStatistics:
         return ExportStatistics(
-            self._table.statistics(), dict(self._num_blocks), dict(self._num_bytes)
+            leases=self._table.statistics(),
+            num_blocks=dict(self._num_blocks),
+            num_bytes=dict(self._num_bytes),
+            num_strangers=sum(exporter.num_strangers for exporter in self._exporters.values()),
         )
 
     # ------------------------------------------------------------ for KVTransferService

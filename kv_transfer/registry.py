@@ -21,10 +21,11 @@ from kv_transfer.memory import PoolKind, PoolMemory
 _TRANSPORTS = {
     "loopback": ("kv_transfer.loopback", "LoopbackExporter", "LoopbackImporter"),
     "shm": ("kv_transfer.shm", "ShmExporter", "ShmImporter"),
+    "tcp": ("kv_transfer.tcp", "TcpExporter", "TcpImporter"),
 }
 _ADDRESS_OF = {"loopback": LoopbackAddress, "shm": ShmAddress, "tcp": TcpAddress}
 # What `auto` stands for at one worker, best first.
-_AUTO = ("shm",)
+_AUTO = ("shm", "tcp")
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ Ack = Callable[[], Awaitable[None]]
 
 
 class JobTaker(Protocol):
-    """Implemented by `PrefillWorker`."""
+    """Implemented by `Jobs`."""
 
     @property
     def has_free_slot(self) -> bool: ...

@@ -59,7 +59,7 @@ def parse_job(data: bytes, headers: Mapping[str, str], seq_id: SequenceId) -> Jo
         return None
     return Job(
         gateway_id=message.gateway_id,
-        carrier=carrier_from(headers or message.sequence.trace_context),
+        carrier=carrier_from(headers) or carrier_from(message.sequence.trace_context),
         spec=spec,
         arrived_s=spec.arrival_s,
         outcome=loop.create_future(),

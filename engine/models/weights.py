@@ -26,7 +26,8 @@ class WeightFiles:
         self._unused: dict[str, tuple[Path, Any]] = {}
         for path in files:
             opened = _open(path)
-            self._unused.update((name, (path, opened)) for name in opened.keys())  # noqa: SIM118
+            names: list[str] = opened.keys()
+            self._unused.update((name, (path, opened)) for name in names)
 
     def take(self, name: str, *shape: int) -> Tensor:
         """The tensor called ``name``, which must have this shape; once only."""

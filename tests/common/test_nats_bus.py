@@ -172,10 +172,13 @@ async def test_too_large(server: NatsServer) -> None:
     async with connected(server, "g") as bus:
         await bus.ensure_job_queue(600)
         await bus.publish_job(bytes(MAX_MESSAGE_BYTES - 1000), "r:1")
-        with pytest.raises(MessageTooLarge):
-            await bus.publish_job(bytes(MAX_MESSAGE_BYTES + 1), "r:2")
+        for excess in (1, 0, -20):  # the last would fit without its header
+            with pytest.raises(MessageTooLarge):
+                await bus.publish_job(bytes(MAX_MESSAGE_BYTES + excess), "r:2")
         with pytest.raises(MessageTooLarge):
             await bus.publish("baton.x", bytes(MAX_MESSAGE_BYTES + 1))
+        await bus.publish("baton.x", bytes(MAX_MESSAGE_BYTES - 16))
+        await bus.publish_job(b"still here", "r:3")
 
 
 async def test_kill_and_restart(server: NatsServer) -> None:

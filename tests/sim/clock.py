@@ -45,6 +45,7 @@ def run(work: Coroutine[Any, Any, T], limit_s: float) -> T:
         pending = asyncio.all_tasks(loop)
         for task in pending:
             task.cancel()
-        loop.run_until_complete(asyncio.gather(*pending, return_exceptions=True))
+        if pending:
+            loop.run_until_complete(asyncio.wait(pending))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()

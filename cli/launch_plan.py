@@ -1,0 +1,125 @@
+"""Which processes `baton up` starts, and with which arguments and environment."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cli.child import ChildSpec
+from common.config import DecodeSettings, GatewaySettings, PrefillSettings, ProcessSettings, load
+from common.errors import ConfigError
+from common.nats_server import NatsServer
+from common.types import LocalPrefill
+
+# Settings that `up` chooses, for each process its own.
+CHOSEN = (
+    "nats_url", "nats_credentials_file", "token_file", "host", "advertise_host", "admin_port",
+    "gateway_id", "worker_id", "port", "model", "grpc_port", "otlp_endpoint",
+)  # fmt: skip
+# Given at a process' first start only: a failpoint would kill every successor too.
+_ONCE = ("failpoints",)
+_KINDS: dict[str, type[ProcessSettings]] = {
+    "gateway": GatewaySettings,
+    "prefill": PrefillSettings,
+    "decode": DecodeSettings,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Processes to start. ``colocated``: decode workers that compute all prompts themselves."""
+
+    prefill: int
+    decode: int
+    colocated: int
+    gateways: int
+
+    @property
+    def num_engines(self) -> int:
+        return self.prefill + self.decode + self.colocated
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """What was asked for. ``settings`` are the flags passed on to every process that has them."""
+
+    pools: Pools
+    grpc_port: int
+    config: Path | None
+    settings: Mapping[str, Any]
+
+    def check(self) -> float:
+        """Raises ConfigError for what no process would take, before any is started. Returns the
+        longest drain budget."""
+        pools = self.pools
+        if pools.decode + pools.colocated == 0:
+            raise ConfigError("decode", "at least one decode or colocated worker is needed")
+        if pools.prefill + pools.colocated == 0:
+            raise ConfigError("prefill", "at least one prefill or colocated worker is needed")
+        loaded = [load(kind, self._of(role), self.config) for role, kind in _KINDS.items()]
+        return max(float(getattr(settings, "drain_budget_s", 0.0)) for settings in loaded)
+
+    def workers(self, nats: NatsServer, token_file: Path, otlp: str, model: str) -> list[ChildSpec]:
+        shared = ["--model", model, *_links(nats, "worker", token_file, otlp)]
+        pools = self.pools
+        local = ["--local-prefill", LocalPrefill.ALWAYS.value]
+        return [
+            *(self._spec("prefill", f"prefill-{i}", shared) for i in range(pools.prefill)),
+            *(self._spec("decode", f"decode-{i}", shared) for i in range(pools.decode)),
+            *(self._spec("decode", f"both-{i}", [*shared, *local]) for i in range(pools.colocated)),
+        ]
+
+    def gateways(
+        self, nats: NatsServer, token_file: Path, otlp: str, model: str
+    ) -> list[ChildSpec]:
+        shared = ["--model", model, *_links(nats, "gateway", token_file, otlp)]
+        ports = [self.grpc_port and self.grpc_port + i for i in range(self.pools.gateways)]
+        return [
+            self._spec("gateway", f"gateway-{i}", [*shared, "--grpc-port", str(port)])
+            for i, port in enumerate(ports)
+        ]
+
+    def _spec(self, role: str, label: str, own: Sequence[str]) -> ChildSpec:
+        given = self._of(role)
+        once = {name: given.pop(name) for name in _ONCE if name in given}
+        config = [] if self.config is None else ["--config", str(self.config)]
+        # The last of two equal flags wins: what `up` chooses stands behind what it passes on.
+        return ChildSpec(
+            role=role,
+            label=label,
+            arguments=(*config, *_flags(given), *own),
+            environment={"OMP_NUM_THREADS": str(threads_per_engine(self.pools.num_engines))},
+            first_arguments=_flags(once),
+        )
+
+    def _of(self, role: str) -> dict[str, Any]:
+        fields = _KINDS[role].model_fields
+        return {k: v for k, v in self.settings.items() if v is not None and k in fields}
+
+
+def threads_per_engine(num_engines: int) -> int:
+    """Cores divided by engines: two engines of two threads each on two cores run 100 times slower
+    than of one (docs/design.md, section 6)."""
+    return max(1, len(os.sched_getaffinity(0)) // max(1, num_engines))
+
+
+def _links(nats: NatsServer, nats_role: str, token_file: Path, otlp: str) -> list[str]:
+    return [
+        "--nats-url", nats.url,
+        "--nats-credentials-file", str(nats.credentials_file(nats_role)),
+        "--token-file", str(token_file),
+        "--otlp-endpoint", otlp,
+        "--host", "127.0.0.1",
+    ]  # fmt: skip
+
+
+def _flags(settings: Mapping[str, Any]) -> list[str]:
+    arguments: list[str] = []
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", str(value)]
+    return arguments

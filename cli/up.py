@@ -1,0 +1,177 @@
+"""`baton up`: everything on this machine, by one command, in the foreground.
+
+The processes are those that compose and Kubernetes start; only nats-server, credentials and ports
+are chosen here. stdout carries the address panel, or with ``--json`` one line; what happens while
+they run goes to stderr, their logs to the run's folder.
+"""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from cli.child import Ready
+from cli.launch_plan import CHOSEN, LaunchPlan, Pools
+from cli.models import prepared
+from cli.otlp import OtlpReceiver
+from cli.output import print_json
+from cli.run_dir import RunDir, RunState
+from cli.settings_flags import ConfigFile, with_settings
+from cli.supervisor import Supervisor
+from cli.supervisor_service import SupervisorServer
+from common.config import DecodeSettings, GatewaySettings, PrefillSettings, read_secret
+from common.nats_server import NatsServer
+
+Count = Annotated[int, typer.Option(min=0, max=64)]
+T = TypeVar("T")
+
+
+class _Stopped(Exception):
+    """A signal came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What is up."""
+
+    gateways: list[Ready]
+    workers: list[Ready]
+    log_dir: Path
+
+
+@with_settings(GatewaySettings, PrefillSettings, DecodeSettings, without=CHOSEN)
+def up(
+    prefill: Count = 1,
+    decode: Count = 1,
+    colocated: Count = 0,
+    gateways: Annotated[int, typer.Option(min=1, max=16)] = 1,
+    model: Annotated[
+        str, typer.Option(help="default, oracle, null, a model's folder or a .gguf file")
+    ] = "default",
+    grpc_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="of the first gateway; 0 means free")
+    ] = 50051,
+    otlp: Annotated[
+        str | None, typer.Option(help="OTLP/gRPC collector that traces go to as well")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one line when ready")] = False,
+    config: ConfigFile = None,
+    **settings: Any,
+) -> None:
+    """Start a whole Baton on this machine and stop it again on Ctrl-C."""
+    plan = LaunchPlan(Pools(prefill, decode, colocated, gateways), grpc_port, config, settings)
+
+    async def announce(running: Running) -> None:
+        _announce(running, as_json)
+        await asyncio.Event().wait()
+
+    asyncio.run(run(plan, model, otlp, announce))
+
+
+async def run(
+    plan: LaunchPlan, model: str, otlp: str | None, use: Callable[[Running], Awaitable[None]]
+) -> None:
+    """Starts everything, calls ``use``, and stops everything when that returns or a signal comes;
+    a second signal stops at once."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            # The kernel kills the children (common/child.py).
+            os._exit(1)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    with suppress(_Stopped):
+        await _run(plan, model, otlp, use, stop)
+
+
+async def _run(
+    plan: LaunchPlan,
+    model: str,
+    otlp: str | None,
+    use: Callable[[Running], Awaitable[None]],
+    stop: asyncio.Event,
+) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    drain_budget_s = plan.check()
+    entry = await _unless(stop, prepared(model))
+    async with AsyncExitStack() as stack:
+        run_dir = RunDir()
+        stack.callback(run_dir.close)
+        nats = NatsServer(run_dir.path / "nats")
+        nats.start()
+        stack.callback(nats.stop)
+        receiver = OtlpReceiver(forward_to=otlp)
+        links = (nats, run_dir.token_file, await receiver.start(), entry)
+        stack.push_async_callback(receiver.stop)
+        service = SupervisorServer(receiver, read_secret(run_dir.token_file, "token_file"))
+        await service.start()
+        stack.push_async_callback(service.stop)
+        supervisor = Supervisor(
+            nats=nats,
+            workers=plan.workers(*links),
+            gateways=plan.gateways(*links),
+            log_dir=run_dir.path,
+            drain_budget_s=drain_budget_s,
+            report=lambda text: console.print(f"baton: {text}", style="yellow"),
+            on_change=lambda: run_dir.save(_state(supervisor, entry, service, run_dir)),
+        )
+        stack.push_async_callback(supervisor.stop)
+        await _unless(stop, supervisor.start())
+        run_dir.save(_state(supervisor, entry, service, run_dir))
+        await _unless(stop, use(Running(supervisor.gateways, supervisor.workers, run_dir.path)))
+
+
+async def _unless(stop: asyncio.Event, work: Awaitable[T]) -> T:
+    """The result of ``work``. Cancels it and raises _Stopped when ``stop`` is set first."""
+    loop = asyncio.get_running_loop()
+    task, stopped = asyncio.ensure_future(work), loop.create_task(stop.wait())
+    try:
+        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _Stopped
+        return task.result()
+    finally:
+        task.cancel()
+        stopped.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)
+
+
+def _state(
+    supervisor: Supervisor, model: str, service: SupervisorServer, run_dir: RunDir
+) -> RunState:
+    return RunState(
+        pid=os.getpid(),
+        model=model,
+        grpc=tuple(gateway.grpc for gateway in supervisor.gateways),
+        supervisor=service.address,
+        token_file=str(run_dir.token_file),
+        processes=tuple(asdict(ready) for ready in (*supervisor.gateways, *supervisor.workers)),
+    )
+
+
+def _announce(running: Running, as_json: bool) -> None:
+    if as_json:
+        workers = [{"id": w.id, "role": w.role, "pid": w.pid} for w in running.workers]
+        print_json({"ready": True, "grpc": running.gateways[0].grpc, "workers": workers})
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("role", "id", "pid", "address"):
+        table.add_column(column, header_style="bold", overflow="fold")
+    for ready in (*running.gateways, *running.workers):
+        table.add_row(ready.role, ready.id, str(ready.pid), ready.grpc)
+    console = Console(highlight=False)
+    console.print(Panel(table, title="baton is up", expand=False))
+    console.print(f"logs      {running.log_dir}", soft_wrap=True)
+    console.print('try       baton generate "The capital of France is" --max-tokens 16')

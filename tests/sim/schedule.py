@@ -1,0 +1,236 @@
+"""One seeded schedule: a cluster, requests, faults, and what must hold at every moment and after.
+
+I1: every request ends once, indices 0..n-1 each once, the text is the oracle's.
+I4: on every worker the conservation sum holds at every moment; when idle nothing is held.
+I5: what is stale changes nothing (it would change a text, an index or a ledger).
+"""
+
+import asyncio
+import random
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from sim import clock
+from sim.cluster import VOCAB, Node, SimCluster, make_cluster
+from sim.network import Faults
+
+from common.errors import BatonError, InternalError, Unavailable
+from common.types import Role, SamplingParams
+from decode_worker.reservations import ReservationStatistics
+from decode_worker.worker import DecodeWorker
+from engine.oracle import reference_ids
+from gateway.gateway import Gateway
+from gateway.request import Completed, Request
+
+LIMIT_S = 2000.0
+PATIENCE_S = 200.0
+
+
+class Violation(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    ids: tuple[int, ...]
+    completed: Completed | None
+    error: BatonError | None
+    cancelled: bool
+
+
+def run_schedule(seed: int) -> None:
+    """Raises Violation, with the seed in its text."""
+    try:
+        clock.run(_schedule(random.Random(seed)), LIMIT_S)
+    except (AssertionError, TimeoutError) as error:
+        raise Violation(f"seed {seed}: {type(error).__name__}: {error}") from error
+
+
+async def _schedule(rng: random.Random) -> None:
+    crashes: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: crashes.append(f"{context['message']}: {context.get('exception')!r}")
+    )
+    bad = rng.random() < 0.7
+    faults = Faults(
+        lose=rng.choice((0.0, 0.01, 0.05, 0.25)) if bad else 0.0,
+        double=rng.choice((0.0, 0.02, 0.1)) if bad else 0.0,
+        delay=rng.choice((0.0, 0.02, 0.1)) if bad else 0.0,
+    )
+    cluster = make_cluster(rng, faults, rng.choice((10, 14, 24)), _check)
+    try:
+        await _run(rng, cluster)
+    finally:
+        await cluster.close()
+    if crashes:
+        raise Violation(crashes[0])
+
+
+async def _run(rng: random.Random, cluster: SimCluster) -> None:
+    for _ in range(rng.choice((1, 1, 2))):
+        await cluster.start_gateway()
+    for role in (Role.PREFILL, Role.DECODE):
+        for _ in range(rng.choice((1, 2))):
+            await cluster.start_worker(role)
+    await asyncio.wait_for(_until_ready(cluster), 30.0)
+    num_kills = rng.choice((0, 0, 1, 1, 2))
+    chaos = asyncio.ensure_future(_chaos(rng, cluster, num_kills))
+    try:
+        requests = [_request(rng, number) for number in range(rng.choice((2, 4, 6)))]
+        outcomes = await asyncio.gather(
+            *(_client(rng, rng.choice(cluster.gateways)[1], request) for request in requests)
+        )
+        await chaos
+        for request, outcome in zip(requests, outcomes, strict=True):
+            _judge(request, outcome, cluster.num_breaks)
+        await _until_idle(cluster)
+        if cluster.wrong:
+            raise Violation(cluster.wrong[0])
+    finally:
+        chaos.cancel()
+        await asyncio.gather(chaos, return_exceptions=True)
+
+
+async def _until_ready(cluster: SimCluster) -> None:
+    for _, gateway in cluster.gateways:
+        while not gateway.ready:  # noqa: ASYNC110 - nobody announces it
+            await asyncio.sleep(0.05)
+
+
+# ---------------------------------------------------------------- requests
+
+
+def _request(rng: random.Random, number: int) -> Request:
+    shared = number % 2 == 0
+    length = rng.choice((1, 3, 4, 5, 8, 9, 13))
+    prompt = tuple((7 * i + (0 if shared else number)) % VOCAB for i in range(length))
+    params = SamplingParams(
+        max_tokens=rng.choice((1, 2, 3, 7, 10)),
+        seed=number % 3,
+        temperature=rng.choice((0.0, 0.8)),
+        stop_token_ids=(3,) if rng.random() < 0.3 else (),
+    )
+    return Request(f"r{number}", "", prompt, params, timeout_s=PATIENCE_S / 2)
+
+
+async def _client(rng: random.Random, gateway: Gateway, request: Request) -> Outcome:
+    """Reads the whole answer, or leaves at some moment."""
+    await asyncio.sleep(rng.uniform(0.0, 0.5))
+    leaves_s = rng.choice((None, None, None, rng.uniform(0.0, 0.2), rng.uniform(0.0, 8.0)))
+    ids: list[int] = []
+    completed: list[Completed] = []
+
+    async def read() -> None:
+        async with aclosing(gateway.pipeline.generate(request, {})) as events:
+            async for event in events:
+                if isinstance(event, Completed):
+                    completed.append(event)
+                    continue
+                if completed or event.index != len(ids):
+                    raise Violation(f"{request.request_id}: index {event.index} at {len(ids)}")
+                ids.extend(event.token_ids)
+
+    error: BatonError | None = None
+    cancelled = False
+    try:
+        async with asyncio.timeout(leaves_s):
+            await read()
+    except TimeoutError:
+        cancelled = True
+    except BatonError as raised:
+        error = raised
+    if len(completed) > 1:
+        raise Violation(f"{request.request_id} ended twice")
+    return Outcome(tuple(ids), completed[0] if completed else None, error, cancelled)
+
+
+@lru_cache(maxsize=4096)
+def _reference(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ...]:
+    return tuple(reference_ids(prompt, params, VOCAB))
+
+
+def _judge(request: Request, outcome: Outcome, num_breaks: int) -> None:
+    longest = replace(request.params, max_tokens=10)
+    right = _reference(request.prompt_ids, longest)[: request.params.max_tokens]
+    if outcome.ids != right[: len(outcome.ids)]:
+        raise Violation(f"{request.request_id}: {outcome.ids} instead of {right}")
+    if outcome.cancelled:
+        return
+    if outcome.completed is not None:
+        if outcome.ids != right:
+            raise Violation(f"{request.request_id} ended early: {outcome.ids} of {right}")
+        usage = outcome.completed.usage
+        num_prompt = len(request.prompt_ids)
+        if usage.output_tokens != len(right) or usage.prompt_tokens != num_prompt:
+            raise Violation(f"{request.request_id}: {usage}")
+        if usage.prefill_computed + usage.prefill_cached != num_prompt:
+            raise Violation(f"{request.request_id}: {usage}")
+        return
+    # A link that broke looks like a worker that died; two of those end a request.
+    allowed = Unavailable if num_breaks < 2 else (Unavailable, InternalError)
+    if not isinstance(outcome.error, allowed):
+        raise Violation(f"{request.request_id}: {outcome.error!r}")
+
+
+# ---------------------------------------------------------------- faults and invariants
+
+
+async def _chaos(rng: random.Random, cluster: SimCluster, num_kills: int) -> None:
+    for _ in range(num_kills):
+        await asyncio.sleep(rng.uniform(0.0, 1.5))
+        name = rng.choice(list(cluster.nodes))
+        role = Role.DECODE if isinstance(cluster.nodes[name].worker, DecodeWorker) else Role.PREFILL
+        await cluster.kill(name)
+        cluster.num_breaks += 1
+        await asyncio.sleep(rng.uniform(0.0, 1.0))
+        await cluster.start_worker(role)
+    if rng.random() < 0.2:
+        await asyncio.sleep(rng.uniform(0.0, 1.0))
+        cluster.num_breaks += 1
+        cluster.network.break_streams(rng.choice(cluster.gateways)[0])
+
+
+def _check(node: Node) -> str:
+    """What is wrong on this worker at this moment, if anything. Called between its steps."""
+    counts = node.engine.statistics().blocks
+    total = counts.free + counts.cached + counts.in_use + counts.leased + counts.importing
+    if total != counts.total:
+        return f"{node.host.name}: {counts}"
+    if isinstance(node.worker, DecodeWorker):
+        promises = _promises(node.worker)
+        if promises.promised_blocks > promises.limit_blocks:
+            return f"{node.host.name}: {promises}"
+    return ""
+
+
+def _promises(worker: DecodeWorker) -> ReservationStatistics:
+    return worker.statistics().reservations
+
+
+async def _until_idle(cluster: SimCluster) -> None:
+    """Two leases after the last request, every ledger is back at its start."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + 40.0
+    left = "?"
+    while loop.time() < end_s:
+        left = _held(cluster)
+        if not left:
+            return
+        await asyncio.sleep(0.5)
+    raise Violation(f"still held: {left}")
+
+
+def _held(cluster: SimCluster) -> str:
+    for _, gateway in cluster.gateways:
+        if gateway.runs.by_id or gateway.statistics().num_waiting:
+            return f"requests of {gateway.settings.gateway_id}"
+    for node in cluster.nodes.values():
+        counts = node.engine.statistics().blocks
+        if counts.in_use or counts.leased or counts.importing:
+            return f"{node.host.name}: {counts}"
+        if isinstance(node.worker, DecodeWorker):
+            promises = _promises(node.worker)
+            if promises.promises or promises.waiting:
+                return f"{node.host.name}: {promises}"
+    return ""

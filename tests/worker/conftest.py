@@ -1,0 +1,13 @@
+from collections.abc import AsyncIterator
+
+import pytest
+
+from cli.otlp import OtlpReceiver
+from tests.worker.rig import AttemptSpan
+
+
+@pytest.fixture
+async def attempt_span() -> AsyncIterator[AttemptSpan]:
+    receiver = OtlpReceiver()
+    yield AttemptSpan(receiver, await receiver.start())
+    await receiver.stop()
