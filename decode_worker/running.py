@@ -181,6 +181,9 @@ class Running:
             sequence.fetching.cancel()
         if sequence.offer is not None:
             self._tasks.spawn(self._imports.release(sequence.offer), "release")
+            if sequence.fetching is not None:
+                # The task is cancelled before its first step: no copy will return.
+                self._runtime.post(partial(Engine.drop_import, seq_id=sequence.spec.seq_id))
         if error is not None:
             self.counters.aborted += 1
             self._runtime.post(partial(Engine.abort, seq_id=sequence.spec.seq_id))
@@ -200,6 +203,7 @@ class Running:
     async def _import(self, sequence: DecodeSequence, offer: Offer, ready: ImportReady) -> None:
         """Fetches the blocks. Whatever comes in between, the engine hears of it only once no copy
         runs any more."""
+        sequence.offer = None
         seq_id = sequence.spec.seq_id
         usable = False
         started_s = asyncio.get_running_loop().time()
@@ -246,7 +250,7 @@ class Running:
                     self._landed(sequence)
         now_s = asyncio.get_running_loop().time()
         messages.send(record.end_s if record is not None else now_s)
-        self._snapshot.refresh()
+        self._snapshot.step_done(record)
 
     def _on_import_ready(self, sequence: DecodeSequence | None, ready: ImportReady) -> None:
         if sequence is None:
@@ -255,10 +259,9 @@ class Running:
             return
         sequence.spans.admitted(asyncio.get_running_loop().time())
         self._landed(sequence)
-        offer, sequence.offer = sequence.offer, None
-        assert offer is not None
+        assert sequence.offer is not None
         sequence.fetching = self._tasks.spawn(
-            self._import(sequence, offer, ready), f"import {sequence.spec.request_id}"
+            self._import(sequence, sequence.offer, ready), f"import {sequence.spec.request_id}"
         )
 
     def _on_failed(self, sequence: DecodeSequence, failure: SequenceFailed) -> None:

@@ -1,8 +1,11 @@
-"""The spans of one sequence on a decode worker, all under the attempt's span.
+"""The spans of one sequence on a decode worker.
 
-``decode`` from Start to the end; inside it ``decode.queue`` until the engine made room,
+``decode`` from Start to the end; within that time ``decode.queue`` until the engine made room,
 ``kv.fetch`` (claim, copy, settle), or one ``prefill.chunk`` a step where this worker computes the
 prompt, and ``decode.run`` over all steps that gave tokens, linked to the first and the last.
+
+All are children of the attempt's span, which the gateway ends: a worker that dies takes its open
+spans with it, and none of those that it has sent is left without a parent.
 """
 
 from collections.abc import Iterator
@@ -32,6 +35,7 @@ class SequenceSpans:
     ) -> None:
         self._telemetry = telemetry
         self._steps = steps
+        self._carrier = carrier
         self._queued_s: float | None = spec.arrival_s
         self._first: StepRecord | None = None
         self._last: StepRecord | None = None
@@ -51,15 +55,13 @@ class SequenceSpans:
     def admitted(self, now_s: float) -> None:
         """The engine has blocks for it."""
         if self._queued_s is not None:
-            self._telemetry.record_span(
-                "decode.queue", self._queued_s, now_s, parent=self._span.carrier
-            )
+            self._telemetry.record_span("decode.queue", self._queued_s, now_s, parent=self._carrier)
             self._queued_s = None
 
     @contextmanager
     def fetch(self) -> Iterator[FetchSpan]:
         fetched = FetchSpan()
-        with self._telemetry.span("kv.fetch", parent=self._span.carrier) as span:
+        with self._telemetry.span("kv.fetch", parent=self._carrier) as span:
             yield fetched
             if (result := fetched.result) is not None:
                 span.set("baton.transport", result.transport)
@@ -76,7 +78,7 @@ class SequenceSpans:
             "prefill.chunk",
             record.start_s,
             record.end_s,
-            parent=self._span.carrier,
+            parent=self._carrier,
             attributes={"baton.start": chunk.start, "baton.num_tokens": chunk.num_tokens},
             links=(self._steps.link(record),),
         )
@@ -92,7 +94,7 @@ class SequenceSpans:
                 "decode.run",
                 self._first.start_s,
                 self._last.end_s,
-                parent=self._span.carrier,
+                parent=self._carrier,
                 attributes={"baton.num_tokens": self._num_tokens},
                 links=(self._steps.link(self._first), self._steps.link(self._last)),
                 error=error,

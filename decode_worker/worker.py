@@ -165,6 +165,9 @@ class DecodeWorker:
     def debug_statistics(self) -> Json:
         return to_json(self.statistics())
 
+    def debug_steps(self) -> Json:
+        return to_json(list(self._snapshot.steps))
+
     async def debug_kv(self) -> Json:
         """The ledger, and who its owners are."""
         ledger = await self._runtime.call(Engine.ledger)

@@ -71,16 +71,16 @@ def _best_candidates(scores: Float32s) -> Int64s:
 def _among_all(draw: Draw, best: float) -> int:
     """The winner of a row, given the sum of one of its ids."""
     within = np.flatnonzero(draw.scores > best - MAX_GUMBEL - _MARGIN)
-    groups = draw.ids[within] >> _GROUP_BITS
-    groups = groups[np.concatenate(([True], groups[1:] != groups[:-1]))]  # ascending: drops equals
+    ids = draw.ids[within]
+    groups = ids >> _GROUP_BITS
+    is_first = np.concatenate(([True], groups[1:] != groups[:-1]))  # ids ascend, and so do groups
+    counters = groups[is_first].astype(np.uint64)
     seed, position = np.array([draw.seed], np.uint64), np.array([draw.position], np.uint64)
-    random = words(seed, position, groups.astype(np.uint64))
+    column = np.cumsum(is_first) - 1
+    word = (ids & (IDS_PER_COUNTER - 1)) * len(counters) + column
+    random = words(seed, position, counters).reshape(-1).take(word)
     # u is at least (word - 2**9) / 2**32; the noise of u is at least that of the least that wins.
     least = math.exp(-math.exp(_MARGIN - best)) * 2**32 - 2**9
-    word, group = np.nonzero(random >= np.uint64(max(least, 0)))
-    ids = groups[group] * IDS_PER_COUNTER + word
-    # Neighbours of a candidate share its counter and need not be candidates.
-    place = np.minimum(np.searchsorted(draw.ids, ids), len(draw.ids) - 1)
-    real = draw.ids[place] == ids
-    sums = draw.scores[place[real]] + gumbel(random[word[real], group[real]])
-    return int(ids[real][sums == sums.max()].min())
+    lucky = np.flatnonzero(random >= np.uint64(max(least, 0)))
+    sums = draw.scores[within[lucky]] + gumbel(random[lucky])
+    return int(ids[lucky[sums.argmax()]])

@@ -71,7 +71,7 @@ class Admission:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 self._num_asking -= 1
-            else:
+            elif item in self._waiting:  # else `wake` came in between, and took it out
                 self._waiting.remove(item)
                 heapq.heapify(self._waiting)
             self.wake()

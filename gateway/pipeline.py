@@ -32,7 +32,7 @@ from common.wire import finish_reason_from_proto, logprobs_from_proto
 from common.wire import worker as wire
 from gateway.admission import Admission
 from gateway.attempt import Attempt, AttemptLost
-from gateway.decode_link import ReserveRefused
+from gateway.decode_link import DecodeLink, ReserveRefused
 from gateway.decode_pool import DecodePool
 from gateway.offers import OfferKeeper
 from gateway.output import Finish, Output
@@ -236,20 +236,28 @@ class Pipeline:
         if prefill_up and run.request.params.max_tokens - len(run.output_ids) <= 1:
             return False
         num_blocks = -(-run.num_tokens // max(1, self._registry.block_size)) + 1
-        async with self.admission.turn(run):
-            prefill_up = bool(self._registry.ready(Role.PREFILL))
-            try:
-                link = await self._decode.reserve(
-                    run, attempt, num_blocks, local_only=not prefill_up
-                )
-            except ReserveRefused as refused:
-                if refused.reason == "too_large":
-                    raise InvalidRequest(
-                        "prompt", "needs more KV blocks than a decode worker has"
-                    ) from None
-                attempt.link = None
-                raise AttemptLost(refused.reason) from None
+        if attempt.link is not None and attempt.link.connected:
+            # Room that the last attempt left unused: waiting in the queue with it in hand would
+            # have those wait for it who are before us there.
+            link = await self._reserve(run, attempt, num_blocks, local_only=not prefill_up)
+        else:
+            async with self.admission.turn(run):
+                prefill_up = bool(self._registry.ready(Role.PREFILL))
+                link = await self._reserve(run, attempt, num_blocks, local_only=not prefill_up)
         return self._decode.is_local(link)
+
+    async def _reserve(
+        self, run: Run, attempt: Attempt, num_blocks: int, local_only: bool
+    ) -> DecodeLink:
+        try:
+            return await self._decode.reserve(run, attempt, num_blocks, local_only)
+        except ReserveRefused as refused:
+            attempt.link = None
+            if refused.reason == "too_large":
+                raise InvalidRequest(
+                    "prompt", "needs more KV blocks than a decode worker has"
+                ) from None
+            raise AttemptLost(refused.reason) from None
 
     async def _run_decode(
         self,

@@ -63,7 +63,7 @@ class _Slots:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 self.release()
-            else:
+            elif waiter in self.waiting:  # else `wake` came in between, and took it out
                 self.waiting.remove(waiter)
             raise
 

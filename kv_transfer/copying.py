@@ -21,8 +21,9 @@ from kv_transfer.layout import require_in_pool
 # Pool bytes, [num_blocks, block_bytes].
 Rows = NDArray[np.uint8]
 
-# Fewer blocks than this are copied by one thread: waking another would cost as much.
-MIN_BLOCKS_TO_SPLIT = 8
+# Fewer blocks than this are copied by one thread: on a busy machine, waiting for another to be
+# given a core costs more than it brings.
+MIN_BLOCKS_TO_SPLIT = 64
 
 
 def seal_rows(rows: Rows, blocks: Sequence[BlockRef], hash_bytes: Hasher | None) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The transports by name, loaded when used, and which one two workers use."""
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -16,6 +17,8 @@ from kv_transfer.base import (
     TransportSettings,
 )
 from kv_transfer.memory import PoolKind, PoolMemory
+
+log = logging.getLogger(__name__)
 
 # name: (module, exporter class, importer class). Adding a backend is adding a line.
 _TRANSPORTS = {
@@ -50,11 +53,9 @@ def pool_kind(wanted: str) -> PoolKind:
 def make_exporters(
     wanted: str, pool: PoolMemory, settings: TransportSettings
 ) -> dict[str, KVExporter]:
-    """Raises ConfigError for a name that is not known or a transport that cannot work here."""
-    made: dict[str, KVExporter] = {}
-    for name in transport_names(wanted):
-        module, exporter, _ = _entry(name)
-        made[name] = _load(module, exporter)(pool, settings)
+    """Raises ConfigError for a name that is not known or a transport that cannot work here;
+    `auto` is content with those that can."""
+    made: dict[str, KVExporter] = _make(wanted, 1, pool, settings)
     return made
 
 
@@ -62,10 +63,7 @@ def make_importers(
     wanted: str, pool: PoolMemory, settings: TransportSettings
 ) -> dict[str, KVImporter]:
     """As `make_exporters`."""
-    made: dict[str, KVImporter] = {}
-    for name in transport_names(wanted):
-        module, _, importer = _entry(name)
-        made[name] = _load(module, importer)(pool, settings)
+    made: dict[str, KVImporter] = _make(wanted, 2, pool, settings)
     return made
 
 
@@ -97,6 +95,14 @@ def _entry(name: str) -> tuple[str, str, str]:
     return _TRANSPORTS[name]
 
 
-def _load(module: str, name: str) -> Callable[[PoolMemory, TransportSettings], Any]:
-    made: Callable[[PoolMemory, TransportSettings], Any] = getattr(import_module(module), name)
+def _make(wanted: str, column: int, pool: PoolMemory, settings: TransportSettings) -> Any:
+    made = {}
+    for name in transport_names(wanted):
+        entry = _entry(name)
+        try:
+            made[name] = getattr(import_module(entry[0]), entry[column])(pool, settings)
+        except ConfigError as error:
+            if wanted != "auto" or (name == _AUTO[-1] and not made):
+                raise
+            log.info("%s is left out: %s", name, error.message)
     return made

@@ -90,6 +90,8 @@ class Intake:
                 await delivery.ack()
             elif self._stopped or not self._taker.has_free_slot:
                 self.num_returned += 1
+                # Blocks may have gone without a word: do not pull it again at once.
+                self.slot_changed()
                 await delivery.nak()
             else:
                 self._taker.take(job, delivery.ack)

@@ -260,7 +260,7 @@ class Jobs:
             elif isinstance(event, SequenceFailed) and job is not None:
                 log.warning("request %s: %s", job.spec.request_id, event.detail)
                 job.end(JobEnd(event.reason))
-        self._snapshot.refresh()
+        self._snapshot.step_done(record)
 
     def _on_step(self, record: StepRecord) -> None:
         for chunk in record.chunks:

@@ -1,7 +1,9 @@
-"""The spans of one job: all under the attempt's span, which the gateway sent along.
+"""The spans of one job.
 
-``prefill`` from arrival to the ticket's answer; inside it ``prefill.queue`` until the first chunk
-began, one ``prefill.chunk`` a step (linked to that step), ``kv.offer`` and ``prefill.ticket``.
+``prefill`` from arrival to the ticket's answer; within that time ``prefill.queue`` until the first
+chunk began, one ``prefill.chunk`` a step (linked to that step), ``kv.offer`` and
+``prefill.ticket``. All are children of the attempt's span, which came with the job; see
+decode_worker/spans.py for why.
 """
 
 from contextlib import AbstractContextManager
@@ -35,13 +37,13 @@ class JobSpans:
         if self._queued:
             self._queued = False
             self._telemetry.record_span(
-                "prefill.queue", self._job.arrived_s, record.start_s, parent=self._span.carrier
+                "prefill.queue", self._job.arrived_s, record.start_s, parent=self._job.carrier
             )
         self._telemetry.record_span(
             "prefill.chunk",
             record.start_s,
             record.end_s,
-            parent=self._span.carrier,
+            parent=self._job.carrier,
             attributes={"baton.start": chunk.start, "baton.num_tokens": chunk.num_tokens},
             links=(self._steps.link(record),),
         )
@@ -53,12 +55,12 @@ class JobSpans:
     def offer(self, num_blocks: int, num_bytes: int) -> AbstractContextManager[Span]:
         return self._telemetry.span(
             "kv.offer",
-            parent=self._span.carrier,
+            parent=self._job.carrier,
             attributes={"baton.num_blocks": num_blocks, "baton.num_bytes": num_bytes},
         )
 
     def ticket(self) -> AbstractContextManager[Span]:
-        return self._telemetry.span("prefill.ticket", parent=self._span.carrier)
+        return self._telemetry.span("prefill.ticket", parent=self._job.carrier)
 
     def end(self, error: str | None) -> None:
         self._span.end(error)

@@ -62,6 +62,8 @@ class ServedWorker(Protocol):
 
     def debug_statistics(self) -> Json: ...
 
+    def debug_steps(self) -> Json: ...
+
 
 class _Pages:
     """The admin port's view of a worker, which comes later than the port."""
@@ -80,6 +82,10 @@ class _Pages:
 
     def statistics(self) -> Json:
         return self.worker.debug_statistics() if self.worker else {}
+
+    def steps(self) -> Json:
+        """The latest engine steps, their times on this machine's monotonic clock."""
+        return self.worker.debug_steps() if self.worker else []
 
 
 @dataclass(slots=True)
@@ -191,7 +197,7 @@ async def open_process(settings: WorkerSettings, role: Role) -> AsyncIterator[Pr
             token,
             pages.health,
             pages.metrics,
-            {"kv": pages.kv, "statistics": pages.statistics},
+            {"kv": pages.kv, "statistics": pages.statistics, "steps": pages.steps},
         )
         admin_port = await admin.start()
         stack.push_async_callback(admin.stop)

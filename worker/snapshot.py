@@ -5,15 +5,20 @@ often `refresh` is called meanwhile, it asks once.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 
+from common.types import StepRecord
 from engine.engine import Engine
 from engine.loop import EngineRuntime
 from engine.statistics import EngineStatistics
 
 
+_NUM_STEPS = 2048
+
+
 class EngineSnapshot:
-    """``on_refresh`` is called on the event loop after each refresh."""
+    """``on_refresh`` is called on the event loop after each refresh. ``steps`` are the latest."""
 
     def __init__(self, runtime: EngineRuntime, on_refresh: Callable[[], None]) -> None:
         self._runtime = runtime
@@ -21,6 +26,7 @@ class EngineSnapshot:
         self._wanted = asyncio.Event()
         self._waiting: list[Callable[[], None]] = []
         self._current: EngineStatistics | None = None
+        self.steps: deque[StepRecord] = deque(maxlen=_NUM_STEPS)
 
     @property
     def current(self) -> EngineStatistics:
@@ -35,6 +41,11 @@ class EngineSnapshot:
         if then is not None:
             self._waiting.append(then)
         self._wanted.set()
+
+    def step_done(self, record: StepRecord | None) -> None:
+        if record is not None:
+            self.steps.append(record)
+        self.refresh()
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -84,3 +84,24 @@ async def test_one_that_leaves_the_queue_takes_no_turn() -> None:
     await asyncio.gather(tasks["a"], tasks["c"])
     assert done == ["a", "c"]
     assert (admission.num_waiting, admission.num_tokens) == (0, 0)
+
+
+async def test_one_that_leaves_in_the_moment_of_its_turn() -> None:
+    admission = Admission(2, 1000, width=lambda: 1)
+    release = asyncio.Event()
+
+    async def ask(run: Run) -> None:
+        async with admission.turn(run):
+            await release.wait()
+
+    first, second = (asyncio.ensure_future(ask(make_run(name))) for name in ("first", "second"))
+    await asyncio.sleep(0)
+    second.cancel()
+    release.set()
+    admission._num_asking -= 1
+    admission.wake()
+    admission._num_asking += 1
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    await first
+    assert (admission.num_waiting, admission.num_tokens) == (0, 0)

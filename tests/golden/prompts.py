@@ -49,7 +49,10 @@ _TEXTS: dict[str, tuple[str, int | None]] = {
     "code": (_CODE, None),
     "code-open": ("#include <stdio.h>\n\nint main(void) {\n    for (int i = 0; i <", None),
     "json": ('{"name": "Ada", "born": 1815, "works": ["Notes on the Analytical', None),
-    "digits": ("3.14159265358979323846264338327950288419716939937510582097494", None),
+    "digits": (
+        "Call 555-0134 or 555-0178. Orders 48213, 99127 and 30556 shipped on 2024-11-05 at",
+        None,
+    ),
     "table": (_TABLE, 400),
     "log-lines": (_LOG, None),
     "emoji": ("Today was great 🎉🎂 we ate cake 🍰 and danced 💃🕺 until 🌙 then", None),

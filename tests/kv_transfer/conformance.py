@@ -17,13 +17,10 @@ from common.errors import (
     PeerLost,
     TransferError,
 )
-from common.types import Offer
 from kv_transfer.lease import LeaseKey, LeaseState, LeaseVerdict
 from tests.kv_transfer.rig import (
     ENDPOINT,
     LAYOUT,
-    WAIT_S,
-    Rig,
     altered,
     cut_renewals,
     make_imports,
@@ -50,7 +47,6 @@ async def bytes_arrive_and_nothing_else_changes(backend: str, folder: Path) -> N
 
 
 async def every_block_of_a_pool_at_once(backend: str, folder: Path) -> None:
-    """More blocks than one thread or one connection handles alone."""
     async with open_rig(backend, folder) as rig:
         order = [int(i) for i in np.random.default_rng(1).permutation(len(rig.exporter_pool.rows))]
         offer = await rig.offer(order)
@@ -103,33 +99,26 @@ async def another_layout_is_refused_by_field(backend: str, folder: Path) -> None
         await rig.require_no_lease()
 
 
-async def _refused(rig: Rig, offer: Offer, verdict: LeaseVerdict) -> None:
-    with pytest.raises(LeaseRefused) as caught:
-        await rig.imports.fetch(offer, moves({0: 2}))
-    assert caught.value.verdict == verdict
-    rig.require_untouched()
-
-
 async def a_wrong_secret_gets_nothing(backend: str, folder: Path) -> None:
     async with open_rig(backend, folder) as rig:
         offer = await rig.offer([1])
-        await _refused(rig, replace(offer, secret=bytes(16)), LeaseVerdict.BAD_SECRET)
-        await _refused(rig, replace(offer, secret=b""), LeaseVerdict.BAD_SECRET)
+        await rig.require_refused(replace(offer, secret=bytes(16)), LeaseVerdict.BAD_SECRET)
+        await rig.require_refused(replace(offer, secret=b""), LeaseVerdict.BAD_SECRET)
         other = await rig.offer([2])
-        await _refused(rig, replace(offer, lease_id=other.lease_id), LeaseVerdict.BAD_SECRET)
+        await rig.require_refused(replace(offer, lease_id=other.lease_id), LeaseVerdict.BAD_SECRET)
         assert rig.exports.statistics().leases.offered == 2
 
 
 async def a_stale_attempt_gets_nothing(backend: str, folder: Path) -> None:
     async with open_rig(backend, folder) as rig:
         offer = await rig.offer([1], attempt=2)
-        await _refused(rig, replace(offer, attempt=1), LeaseVerdict.STALE_ATTEMPT)
+        await rig.require_refused(replace(offer, attempt=1), LeaseVerdict.STALE_ATTEMPT)
 
 
 async def a_stale_epoch_gets_nothing(backend: str, folder: Path) -> None:
     async with open_rig(backend, folder) as rig:
         offer = await rig.offer([1])
-        await _refused(rig, replace(offer, epoch=offer.epoch - 1), LeaseVerdict.STALE_EPOCH)
+        await rig.require_refused(replace(offer, epoch=offer.epoch - 1), LeaseVerdict.STALE_EPOCH)
         key = LeaseKey.of(replace(offer, epoch=offer.epoch - 1))
         assert rig.exports.claim(key, "d-1", [0], backend) is LeaseVerdict.STALE_EPOCH
         assert rig.exports.settle(key) is LeaseVerdict.STALE_EPOCH
@@ -140,11 +129,11 @@ async def a_used_ticket_gets_nothing(backend: str, folder: Path) -> None:
         offer = await rig.offer([1])
         await rig.imports.fetch(offer, moves({0: 9}))
         rig.importer_pool.rows[9] = 0xA5
-        await _refused(rig, offer, LeaseVerdict.SETTLED)
+        await rig.require_refused(offer, LeaseVerdict.SETTLED)
         released = await rig.offer([1])
         await rig.imports.release(released)
-        await _refused(rig, released, LeaseVerdict.RELEASED)
-        await _refused(rig, replace(released, lease_id="0" * 32), LeaseVerdict.UNKNOWN)
+        await rig.require_refused(released, LeaseVerdict.RELEASED)
+        await rig.require_refused(replace(released, lease_id="0" * 32), LeaseVerdict.UNKNOWN)
         assert len(rig.ends) == 2
 
 
@@ -272,7 +261,7 @@ async def an_unclaimed_offer_expires(backend: str, folder: Path) -> None:
         second = await rig.offer([2])
         await rig.require_no_lease()
         assert [end.state for end in rig.ends] == [LeaseState.EXPIRED] * 2
-        await _refused(rig, second, LeaseVerdict.EXPIRED)
+        await rig.require_refused(second, LeaseVerdict.EXPIRED)
 
 
 async def cancelled_only_after_the_copy_stopped(backend: str, folder: Path) -> None:
@@ -359,7 +348,7 @@ async def a_restarted_worker_is_another(backend: str, folder: Path) -> None:
         (folder / "again").mkdir()
         async with open_rig(backend, folder / "again", epoch=old.epoch + 1) as again:
             rig.endpoints[ENDPOINT] = again.exports
-            await _refused(rig, old, LeaseVerdict.STALE_EPOCH)
+            await rig.require_refused(old, LeaseVerdict.STALE_EPOCH)
 
 
 async def a_second_importer_reads_too(backend: str, folder: Path) -> None:
@@ -406,4 +395,3 @@ CHECKS: list[Check] = [
     a_restarted_worker_is_another,
     a_second_importer_reads_too,
 ]
-__all__ = ["CHECKS", "WAIT_S", "Check"]

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
-from common.errors import PeerLost
+from common.errors import LeaseRefused, PeerLost
 from common.types import BlockMove, BlockRef, KVLayout, Offer
 from kv_transfer.base import HostIdentity, TransportSettings
 from kv_transfer.exports import Exports
@@ -51,6 +52,12 @@ class Rig:
     def require_untouched(self, except_ids: Sequence[int] = ()) -> None:
         others = [i for i in range(NUM_BLOCKS) if i not in except_ids]
         assert (self.importer_pool.rows[others] == POISON).all(), "a block nobody asked for changed"
+
+    async def require_refused(self, offer: Offer, verdict: LeaseVerdict) -> None:
+        with pytest.raises(LeaseRefused) as caught:
+            await self.imports.fetch(offer, moves({0: 2}))
+        assert caught.value.verdict == verdict
+        self.require_untouched()
 
     async def require_no_lease(self) -> None:
         async with asyncio.timeout(WAIT_S):

@@ -1,14 +1,28 @@
 """What a reader of a pool file must see before it maps it."""
 
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from common.errors import ConfigError, PeerLost
-from common.types import KVLayout
-from kv_transfer.base import HostIdentity, Peer, ShmAddress, TransportSettings
+from common.errors import ChecksumMismatch, ConfigError, PeerLost
+from common.types import BlockRef, KVLayout
+from kv_transfer import copying
+from kv_transfer.base import (
+    BlockCopy,
+    CancelFlag,
+    HostIdentity,
+    Peer,
+    ShmAddress,
+    TransportSettings,
+)
+from kv_transfer.checksum import hasher
+from kv_transfer.copying import copy_rows
 from kv_transfer.layout import NO_CHECKSUM
 from kv_transfer.memory import PoolMemory, allocate_pool
 from kv_transfer.registry import choose, make_exporters, make_importers, pool_kind
@@ -111,3 +125,29 @@ def test_hosts_without_a_boot_id_share_nothing() -> None:
     assert HostIdentity("a", "x").shares_memory_with(HostIdentity("a", "y"))
     assert not HostIdentity("a", "x").shares_memory_with(HostIdentity("b", "x"))
     assert not HostIdentity("", "x").shares_memory_with(HostIdentity("", "x"))
+
+
+def test_two_threads_copy_as_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every block once; a failure of either thread ends the fetch only when both have stopped."""
+    monkeypatch.setattr(copying, "MIN_BLOCKS_TO_SPLIT", 2)
+    source = np.random.default_rng(0).integers(0, 256, (64, 4096), dtype=np.uint8)
+    target = np.zeros_like(source)
+    hash_bytes = hasher("xxh3_64")
+    assert hash_bytes is not None
+    copies = [
+        BlockCopy(i, BlockRef(i, 1), BlockRef(63 - i, 1), hash_bytes(source[i].data))
+        for i in range(64)
+    ]
+    with ThreadPoolExecutor(1) as helper:
+        for _ in range(20):
+            target[:] = 0
+            copy_rows(source, target, copies, hash_bytes, CancelFlag(), "shm", helper)
+            assert (target[::-1] == source).all()
+        for index in (0, 31, 63):
+            bad = [replace(c, checksum=0) if c.index == index else c for c in copies]
+            with pytest.raises(ChecksumMismatch) as caught:
+                copy_rows(source, target, bad, hash_bytes, CancelFlag(), "shm", helper)
+            assert caught.value.index == index
+            before = target.copy()
+            time.sleep(0.01)
+            assert (target == before).all()

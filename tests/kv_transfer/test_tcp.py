@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import socket
+import struct
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -149,6 +150,23 @@ async def test_twin_without_comparing_secrets(
     monkeypatch.setattr(tcp.hmac, "compare_digest", lambda ours, theirs: True)
     with pytest.raises(AssertionError):
         await strangers_hear_nothing(tmp_path)
+
+
+async def test_twin_without_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lax:
+        size = tcp.ASK.size
+
+        @staticmethod
+        def unpack(data: bytes) -> tuple[int, int]:
+            """What a missing check would do: wrap around to other blocks of the claim."""
+            first, count = struct.unpack("!II", data)
+            return first % len(CLAIMED) - 1, count % len(CLAIMED) + 1
+
+    ask, answer = tcp.ASK, asking_out_of_bounds_is_hung_up_on
+    monkeypatch.setattr(tcp, "ASK", Lax)
+    monkeypatch.setattr(Lax, "pack", ask.pack, raising=False)
+    with pytest.raises(AssertionError):
+        await answer(tmp_path)
 
 
 async def test_twin_without_revoking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,6 +343,17 @@ def test_off_loopback_needs_to_be_asked_for(host: str, tmp_path: Path) -> None:
         with pytest.raises(PeerLost, match="not encrypted"):
             choose(importers, peer, same_host=True)
         importers["tcp"].close()
+
+
+def test_auto_does_without_a_port_that_nobody_allowed(tmp_path: Path) -> None:
+    settings = TransportSettings(pool_dir=tmp_path, host="0.0.0.0")
+    with allocate_pool("shm", LAYOUT, 8, tmp_path, "p-1", 1) as pool:
+        assert list(make_exporters("auto", pool, settings)) == ["shm"]
+    with (
+        allocate_pool("plain", LAYOUT, 8, tmp_path, "p-1", 1) as pool,
+        pytest.raises(ConfigError, match="insecure_transfer"),
+    ):
+        make_exporters("auto", pool, settings)
 
 
 def test_the_network_may_be_declared_safe(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 The test gets the real command as a child process and everything below it; it kills only processes
 that it started. Leaving the context checks that `baton up` ends with status 0 and leaves no process
-and no pool file behind.
+and no pool file behind, and that no process has logged a traceback.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ import sys
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,18 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 90.0
 STOP_S = 30.0
+_POLL_S = 0.05
 
 
-@dataclass
-class WorkerProcess:
-    worker_id: str
+@dataclass(frozen=True)
+class Process:
+    """One process of the cluster, as it said itself when it was ready."""
+
+    id: str
     role: str
     pid: int
+    grpc: str
+    admin: str
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
@@ -37,17 +42,28 @@ class WorkerProcess:
 
 @dataclass
 class Cluster:
+    """``grpc`` is the first gateway's address, ``gateways`` are all."""
+
     process: asyncio.subprocess.Process
     grpc: str
     gateways: list[str]
-    workers: list[WorkerProcess]
+    state_file: Path
     pool_dir: Path
     token: str
     log: Path
-    leftovers: list[str] = field(default_factory=list)
 
-    def of_role(self, role: str) -> list[WorkerProcess]:
-        return [worker for worker in self.workers if worker.role == role]
+    @property
+    def processes(self) -> list[Process]:
+        """Gateways, then workers: those that `baton up` has running now, restarted ones too."""
+        state = json.loads(self.state_file.read_text())
+        return [Process(**process) for process in state["processes"]]
+
+    @property
+    def workers(self) -> list[Process]:
+        return [process for process in self.processes if process.role != "gateway"]
+
+    def of_role(self, role: str) -> list[Process]:
+        return [process for process in self.processes if process.role == role]
 
     def child(self, name: str) -> psutil.Process:
         """The child process of `baton up` whose command line has ``name`` in it."""
@@ -56,17 +72,106 @@ class Cluster:
                 return child
         raise AssertionError(f"no child process {name}")
 
-    async def ledger(self, admin: str) -> dict[str, Any]:
-        """``/debug/kv`` of one worker."""
-        request = urllib.request.Request(  # noqa: S310 - loopback
-            f"http://{admin}/debug/kv", headers={"authorization": f"Bearer {self.token}"}
+    # ------------------------------------------------------------ what they say
+
+    async def debug(self, process: Process, page: str) -> dict[str, Any]:
+        """``/debug/<page>`` of one process."""
+        return await asyncio.to_thread(self._fetch, process.admin, page)
+
+    async def ledger(self, worker: Process) -> dict[str, Any]:
+        return await self.debug(worker, "kv")
+
+    def _fetch(self, admin: str, page: str) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"http://{admin}/debug/{page}", headers={"authorization": f"Bearer {self.token}"}
         )
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return dict(json.load(response))
 
-        def fetch() -> dict[str, Any]:
-            with urllib.request.urlopen(request, timeout=5) as response:  # noqa: S310
-                return dict(json.load(response))
+    async def held(self) -> list[str]:
+        """What anyone still holds; empty when every ledger is as it was at the start."""
+        held = []
+        for process in self.processes:
+            page = "gateway" if process.role == "gateway" else "statistics"
+            found = _busy(await self.debug(process, page))
+            if process.role != "gateway":
+                kv = await self.ledger(process)
+                counts = kv["ledger"]["counts"]
+                assert sum(counts.values()) == 2 * counts["total"], f"{process.id}: {counts}"
+                found += [f"{k} {counts[k]}" for k in ("in_use", "leased", "importing") if counts[k]]
+            held += [f"{process.id}: {what}" for what in found]
+        return held
 
-        return await asyncio.to_thread(fetch)
+    async def until_clean(self, timeout_s: float = 10.0) -> None:
+        """Until nobody holds anything."""
+        held = ["not asked"]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while held := await self.held():
+                    await asyncio.sleep(_POLL_S)
+        assert not held, f"after {timeout_s:g} s still held: {held}"
+
+    async def until_back(self, replaced: Sequence[Process], timeout_s: float = START_S) -> None:
+        """Until `baton up` has started the successors of these killed processes, and a gateway
+        knows them."""
+        gone = {process.pid for process in replaced}
+        async with asyncio.timeout(timeout_s):
+            while gone & {process.pid for process in self.processes}:
+                await asyncio.sleep(_POLL_S)
+            expected = {
+                role: len(self.of_role(role)) for role in ("prefill", "decode")
+            }
+            for gateway in self.of_role("gateway"):
+                while await self._known(gateway) != expected:
+                    await asyncio.sleep(_POLL_S)
+
+    async def _known(self, gateway: Process) -> dict[str, int]:
+        statistics = await self.debug(gateway, "gateway")
+        return {
+            "prefill": statistics["num_prefill_workers"],
+            "decode": statistics["num_decode_links"],
+        }
+
+    # ------------------------------------------------------------ one process more
+
+    @asynccontextmanager
+    async def another(self, role: str, *flags: str) -> AsyncIterator[Process]:
+        """One more worker, started as `baton up` starts them but with these flags on top, and not
+        started again when it dies. Ends it with SIGKILL if it is still there."""
+        model = psutil.Process(self.of_role(role)[0].pid)
+        process = await asyncio.create_subprocess_exec(
+            *model.cmdline(), *flags,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=self.log.with_name(f"another-{role}-{time.monotonic_ns()}.log").open("wb"),
+            cwd=REPOSITORY,
+            env=model.environ(),
+        )  # fmt: skip
+        try:
+            assert process.stdout is not None
+            async with asyncio.timeout(START_S):
+                ready = json.loads(await process.stdout.readline())
+            del ready["ready"]
+            yield Process(**ready)
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def _busy(statistics: dict[str, Any], prefix: str = "") -> list[str]:
+    """The gauges, at any depth, that are zero when nothing is going on."""
+    idle = {
+        "num_running", "num_waiting", "num_waiting_tokens", "num_unaccepted_jobs", "num_importing",
+        "num_leased", "jobs", "sequences", "outbox_bytes", "promised_blocks", "promises", "waiting",
+        "fetching", "offered", "claimed",
+    }  # fmt: skip
+    found = []
+    for name, value in statistics.items():
+        if isinstance(value, dict):
+            found += _busy(value, f"{prefix}{name}.")
+        elif name in idle and value:
+            found.append(f"{prefix}{name} {value}")
+    return found
 
 
 @asynccontextmanager
@@ -95,34 +200,38 @@ async def baton_up(
             cwd=REPOSITORY,
             env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), **(env or {})},
         )
-    try:
-        yield await _ready(process, pool_dir, tmp_path, log)
-    finally:
-        await _stop(process, pool_dir, log)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(_stop, process, pool_dir, tmp_path)
+        yield await _ready(process, pool_dir, tmp_path)
 
 
 async def _ready(
-    process: asyncio.subprocess.Process, pool_dir: Path, tmp_path: Path, log: Path
+    process: asyncio.subprocess.Process, pool_dir: Path, tmp_path: Path
 ) -> Cluster:
     assert process.stdout is not None
+    log = tmp_path / "up.log"
     async with asyncio.timeout(START_S):
         line = await process.stdout.readline()
     assert line, f"baton up did not start:\n{log.read_text()[-4000:]}"
     ready = json.loads(line)
     assert ready["ready"] is True
-    state = json.loads(next((tmp_path / "baton").glob("run-*/state.json")).read_text())
+    state_file = next((tmp_path / "baton").glob("run-*/state.json"))
+    state = json.loads(state_file.read_text())
+    for child_log in state_file.parent.glob("*.log"):
+        # `baton up` removes its folder when it ends; what was logged stays under this name.
+        os.link(child_log, tmp_path / child_log.name)
     return Cluster(
         process=process,
         grpc=ready["grpc"],
-        gateways=state["grpc"],
-        workers=[WorkerProcess(w["id"], w["role"], w["pid"]) for w in ready["workers"]],
+        gateways=list(state["grpc"]),
+        state_file=state_file,
         pool_dir=pool_dir,
         token=Path(state["token_file"]).read_text().strip(),
         log=log,
     )
 
 
-async def _stop(process: asyncio.subprocess.Process, pool_dir: Path, log: Path) -> None:
+async def _stop(process: asyncio.subprocess.Process, pool_dir: Path, log_dir: Path) -> None:
     children = []
     if process.returncode is None:
         children = psutil.Process(process.pid).children(recursive=True)
@@ -133,16 +242,17 @@ async def _stop(process: asyncio.subprocess.Process, pool_dir: Path, log: Path) 
     except TimeoutError:
         process.kill()
         status = await process.wait()
-    left = [child.cmdline() for child in children if child.is_running()]
-    for child in children:
-        if child.is_running():
-            child.kill()
+    left = [child for child in children if child.is_running()]
+    for child in left:
+        child.kill()
     files = sorted(path.name for path in pool_dir.iterdir())
     for path in pool_dir.iterdir():
         path.unlink()
     pool_dir.rmdir()
-    text = log.read_text(errors="replace")
-    assert status == 0, f"baton up ended with {status}:\n{text[-4000:]}"
+    logs = {path.name: path.read_text(errors="replace") for path in log_dir.glob("*.log")}
+    assert status == 0, f"baton up ended with {status}:\n{logs['up.log'][-4000:]}"
     assert not left, f"processes left behind: {left}"
     assert not files, f"pool files left behind: {files}"
-    assert "Traceback" not in text, text[-6000:]
+    for name, text in logs.items():
+        _, found, traceback = text.partition("Traceback")
+        assert not found, f"{name}:\nTraceback{traceback[:6000]}"

@@ -1,0 +1,5 @@
+"""The checks that tests share assert as tests do, under PYTHONOPTIMIZE=1 too."""
+
+import pytest
+
+pytest.register_assert_rewrite("tests.kv_transfer.conformance", "tests.kv_transfer.rig")
