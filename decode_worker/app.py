@@ -23,6 +23,7 @@ async def run(settings: DecodeSettings) -> int:
             host,
             process.token,
             PROTOCOL_VERSION,
+            settings.tls,
         )
         try:
             worker = DecodeWorker(

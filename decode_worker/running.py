@@ -108,7 +108,7 @@ class Running:
         self.counters.started += 1
         sequence.deadline = loop.call_later(state.remaining_ms / 1000, self._too_late, sequence)
         add = Engine.add if offer is None else Engine.add_import
-        self._runtime.post(partial(add, spec=spec))
+        self._tell(partial(add, spec=spec))
 
     def _refusal(
         self, sequence: DecodeSequence, promised: bool
@@ -183,10 +183,10 @@ class Running:
             self._tasks.spawn(self._imports.release(sequence.offer), "release")
             if sequence.fetching is not None:
                 # The task is cancelled before its first step: no copy will return.
-                self._runtime.post(partial(Engine.drop_import, seq_id=sequence.spec.seq_id))
+                self._tell(partial(Engine.drop_import, seq_id=sequence.spec.seq_id))
         if error is not None:
             self.counters.aborted += 1
-            self._runtime.post(partial(Engine.abort, seq_id=sequence.spec.seq_id))
+            self._tell(partial(Engine.abort, seq_id=sequence.spec.seq_id))
         sequence.spans.end(error)
         self._landed(sequence)
         self._changed()
@@ -219,9 +219,14 @@ class Running:
             sequence.fetching = None
             sequence.transfer_s = asyncio.get_running_loop().time() - started_s
             done = Engine.finish_import if usable else Engine.drop_import
-            self._runtime.post(partial(done, seq_id=seq_id))
+            self._tell(partial(done, seq_id=seq_id))
             if not usable:
                 self._end(sequence, "kv_lost")
+
+    def _tell(self, command: Callable[[Engine], object]) -> None:
+        """Whatever the engine is told may make room, which only a new snapshot shows."""
+        self._runtime.post(command)
+        self._snapshot.refresh()
 
     # ------------------------------------------------------------ what the engine says
 
@@ -255,7 +260,7 @@ class Running:
     def _on_import_ready(self, sequence: DecodeSequence | None, ready: ImportReady) -> None:
         if sequence is None:
             # Ended just before: nothing was copied.
-            self._runtime.post(partial(Engine.drop_import, seq_id=ready.seq_id))
+            self._tell(partial(Engine.drop_import, seq_id=ready.seq_id))
             return
         sequence.spans.admitted(asyncio.get_running_loop().time())
         self._landed(sequence)

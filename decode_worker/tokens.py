@@ -10,39 +10,41 @@ from decode_worker.sequences import DecodeSequence
 
 class StepMessages:
     def __init__(self) -> None:
-        self._by_link: dict[GatewayLink, wire.StepTokens] = {}
+        self._by_link: dict[GatewayLink, wire.StreamResponse] = {}
 
     def add(self, sequence: DecodeSequence, output: SequenceOutput) -> None:
-        step = self._by_link.get(sequence.link)
-        if step is None:
-            step = self._by_link[sequence.link] = wire.StepTokens()
-        step.sequences.append(_sequence_tokens(sequence, output))
+        message = self._by_link.get(sequence.link)
+        if message is None:
+            message = self._by_link[sequence.link] = wire.StreamResponse()
+        # Filled in place: a message given to another is copied.
+        _fill(message.step_tokens.sequences.add(), sequence, output)
 
     def send(self, step_end_s: float) -> None:
-        for link, step in self._by_link.items():
+        for link, message in self._by_link.items():
             action = failpoints.hit("decode.before_send")
             if action == failpoints.DROP:
                 continue
-            link.send(wire.StreamResponse(step_tokens=step), step_end_s)
+            link.send(message, step_end_s)
             if action == failpoints.DUP:
-                link.send(wire.StreamResponse(step_tokens=step), step_end_s)
+                link.send(message, step_end_s)
 
 
-def _sequence_tokens(sequence: DecodeSequence, output: SequenceOutput) -> wire.SequenceTokens:
-    message = wire.SequenceTokens(
-        request_id=sequence.spec.request_id,
-        attempt=sequence.spec.attempt,
-        index=output.index,
-        token_ids=output.token_ids,
-        logprobs=logprobs_to_proto(output.logprobs),
-        finish_reason=finish_reason_to_proto(output.finish_reason),
-        matched_token_id=output.matched_token_id,
-        prompt_logprobs=logprobs_to_proto(output.prompt_logprobs),
-    )
+def _fill(message: wire.SequenceTokens, sequence: DecodeSequence, output: SequenceOutput) -> None:
+    message.request_id = sequence.spec.request_id
+    message.attempt = sequence.spec.attempt
+    message.index = output.index
+    message.token_ids.extend(output.token_ids)
+    if output.logprobs:
+        message.logprobs.extend(logprobs_to_proto(output.logprobs))
+    if output.prompt_logprobs:
+        message.prompt_logprobs.extend(logprobs_to_proto(output.prompt_logprobs))
+    if output.finish_reason is not None:
+        message.finish_reason = finish_reason_to_proto(output.finish_reason)
+    if output.matched_token_id is not None:
+        message.matched_token_id = output.matched_token_id
     if output.finish_reason is not None or not sequence.told_usage:
         sequence.told_usage = True
         message.usage.CopyFrom(_usage(sequence, output))
-    return message
 
 
 def _usage(sequence: DecodeSequence, output: SequenceOutput) -> wire.DecodeUsage:

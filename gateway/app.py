@@ -6,10 +6,8 @@ the server stops, links and NATS close, spans are sent.
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import asdict
@@ -18,10 +16,12 @@ from grpc import aio
 
 from common import failpoints, rpc
 from common.admin import AdminServer
-from common.config import GatewaySettings, advertised, read_secret
+from common.config import GatewaySettings, advertised, read_token
 from common.logging import setup_logging
 from common.nats_bus import NatsBus
+from common.ready import announce
 from common.telemetry import Telemetry
+from common.tls import TlsFiles
 from common.wire import INFERENCE_SERVICE, inference_grpc, worker_grpc
 from common.wire import worker as wire
 from gateway.decode_link import Dial
@@ -32,21 +32,22 @@ from gateway.registry import WorkerEntry
 from gateway.servicer import InferenceServicer
 from gateway.tokenizer import IdTokenizer, load_tokenizer
 
-_READY_POLL_S = 0.1
+_READY_POLL_S = 0.25
 _OFFER_CALL_S = 2.0
 
 
 class InternalChannels:
     """One channel per internal endpoint, and what the gateway says over them."""
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, tls: TlsFiles | None) -> None:
         self._token = token
+        self._tls = tls
         self._channels: dict[str, aio.Channel] = {}
 
     def _channel(self, endpoint: str) -> aio.Channel:
         channel = self._channels.get(endpoint)
         if channel is None:
-            channel = rpc.make_internal_channel(endpoint, self._token)
+            channel = rpc.make_internal_channel(endpoint, self._token, self._tls)
             self._channels[endpoint] = channel
         return channel
 
@@ -91,18 +92,22 @@ async def run(settings: GatewaySettings) -> int:
     setup_logging("gateway", settings.log_level)
     failpoints.arm(settings.failpoints)
     loop = asyncio.get_running_loop()
-    token = read_secret(settings.token_file, "token_file") if settings.token_file else ""
+    token = read_token(settings.token_file, "token_file")
     tokenizer = load_tokenizer(settings.model, settings.max_model_len)
     async with AsyncExitStack() as stack:
         telemetry = Telemetry(
-            "baton-gateway", settings.gateway_id, settings.otlp_endpoint, loop.time
+            "baton-gateway",
+            settings.gateway_id,
+            settings.otlp_endpoint,
+            loop.time,
+            read_token(settings.otlp_token_file, "otlp_token_file"),
         )
         stack.push_async_callback(telemetry.shutdown)
         bus = await NatsBus.connect(
-            settings.nats_url, settings.nats_credentials_file, settings.gateway_id
+            settings.nats_url, settings.nats_credentials_file, settings.gateway_id, settings.tls
         )
         stack.push_async_callback(bus.close)
-        channels = InternalChannels(token)
+        channels = InternalChannels(token, settings.tls)
         stack.push_async_callback(channels.close)
         gateway = Gateway(settings, bus, channels.dialer, channels, tokenizer, telemetry, loop.time)
         stack.push_async_callback(gateway.close)
@@ -122,7 +127,8 @@ async def run(settings: GatewaySettings) -> int:
         follower = loop.create_task(_follow_readiness(gateway, health))
         stack.callback(follower.cancel)
         host = advertised(settings)
-        _announce(settings, rpc.endpoint(host, port), rpc.endpoint(host, admin_port))
+        grpc, admin_address = rpc.endpoint(host, port), rpc.endpoint(host, admin_port)
+        announce(settings.gateway_id, "gateway", grpc, admin_address)
         await _until_signal()
         await _drain(gateway, settings.drain_budget_s)
     return 0
@@ -157,19 +163,6 @@ async def _follow_readiness(gateway: Gateway, health: rpc.Health) -> None:
             ready = gateway.ready
             await health.set_ready(ready)
         await asyncio.sleep(_READY_POLL_S)
-
-
-def _announce(settings: GatewaySettings, grpc: str, admin: str) -> None:
-    line = {
-        "ready": True,
-        "id": settings.gateway_id,
-        "role": "gateway",
-        "grpc": grpc,
-        "admin": admin,
-        "pid": os.getpid(),
-    }
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
 
 
 async def _until_signal() -> None:

@@ -11,6 +11,11 @@ T = TypeVar("T")
 async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """(index of the stream, item) until all have ended. The first error of any ends them all;
     closing the merged iterator closes every one."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for only in stream:
+                yield 0, only
+        return
     queue: asyncio.Queue[tuple[int, T] | int] = asyncio.Queue(maxsize=len(streams))
 
     async def pump(index: int) -> None:

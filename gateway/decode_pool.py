@@ -74,17 +74,18 @@ class DecodePool:
 
     # ------------------------------------------------------------ choice
 
-    def candidates(self, run: Run, local_only: bool) -> list[DecodeLink]:
+    def candidates(self, run: Run, prefer_local: bool) -> list[DecodeLink]:
         """Links that could take the run, best first: not one that lost its KV before, fewest
-        requests waiting for room, most room."""
+        requests waiting for room, most room. ``prefer_local``: only those that compute prompts
+        themselves, if there are any."""
         links = []
         for worker_id, link in self.links.items():
             entry = self.registry.entries.get(worker_id)
             if not link.connected or entry is None or not entry.ready:
                 continue
-            if local_only and entry.report.local_prefill != LocalPrefill.ALWAYS:
-                continue
             links.append(link)
+        if prefer_local:
+            links = [link for link in links if self.is_local(link)] or links
         preferred = [link for link in links if link.worker_id not in run.excluded_decode]
         return sorted(preferred or links, key=lambda link: (link.num_reserving, -link.headroom))
 
@@ -94,20 +95,20 @@ class DecodePool:
         return entry is not None and entry.report.local_prefill == LocalPrefill.ALWAYS
 
     async def reserve(
-        self, run: Run, attempt: Attempt, num_blocks: int, local_only: bool
+        self, run: Run, attempt: Attempt, num_blocks: int, prefer_local: bool
     ) -> DecodeLink:
         """Room for the run. A promise that an earlier attempt still holds is taken over. Raises
         Unavailable without any worker, ReserveRefused, AttemptLost."""
         link = attempt.link
         if link is None or not link.connected:
-            link = await self._choose(run, local_only)
+            link = await self._choose(run, prefer_local)
         while True:
             attempt.link = link
             reserving = asyncio.ensure_future(link.reserve(run, attempt, num_blocks))
             try:
                 while not reserving.done():
                     await asyncio.wait((reserving,), timeout=RECONSIDER_S)
-                    better = next(iter(self.candidates(run, local_only)), link)
+                    better = next(iter(self.candidates(run, prefer_local)), link)
                     if better is not link and better.headroom >= num_blocks > link.headroom:
                         break
             finally:
@@ -119,10 +120,10 @@ class DecodePool:
                 return link
             link = better
 
-    async def _choose(self, run: Run, local_only: bool) -> DecodeLink:
+    async def _choose(self, run: Run, prefer_local: bool) -> DecodeLink:
         give_up_s = asyncio.get_running_loop().time() + (RESUME_WAIT_S if run.resumed else 0.0)
         while True:
-            candidates = self.candidates(run, local_only)
+            candidates = self.candidates(run, prefer_local)
             if candidates:
                 return candidates[0]
             changed = self._changed

@@ -1,11 +1,11 @@
 """From arrivals of tokens to what the client is sent: text, stop strings, pace, slow clients.
 
-The request's own task pushes arrivals in; the client's writer takes deltas out. What the client
+The request's own task pushes tokens in; the client's writer takes deltas out. What the client
 has not taken yet is one merged delta, bounded by the request's max_tokens.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from common.errors import RequestCancelled
@@ -39,34 +39,27 @@ class Output:
         self._changed = asyncio.Event()
         self._taken = asyncio.Event()
 
-    def push(self, arrivals: Iterable[Arrival]) -> Finish | None:
+    def push(self, arrival: Arrival) -> Finish | None:
         """Adds tokens; the Finish when one of them ended the output. Nothing may follow it.
         Raises RequestCancelled when the client has stopped reading."""
-        finish = None
-        for arrival in arrivals:
-            delta = self._detokenizer.push(arrival.token_ids)
-            used = delta.num_tokens
-            if delta.stop is not None:
-                self._num_tokens += used
-                finish = Finish(FinishReason.STOP, self._num_tokens, None, delta.stop)
-            else:
-                self._num_tokens += len(arrival.token_ids)
-            text = delta.text
-            if finish is None and arrival.finish_reason is not None:
-                finish = Finish(arrival.finish_reason, self._num_tokens, arrival.matched_token_id)
-                text += self._detokenizer.finish()
-            self._add(
-                Delta(
-                    arrival.index,
-                    arrival.token_ids[:used],
-                    text,
-                    arrival.logprobs[:used],
-                    arrival.prompt_logprobs,
-                )
+        released = self._detokenizer.push(arrival.token_ids)
+        used, text, finish = released.num_tokens, released.text, None
+        self._num_tokens += used
+        if released.stop is not None:
+            finish = Finish(FinishReason.STOP, self._num_tokens, None, released.stop)
+        elif arrival.finish_reason is not None:
+            finish = Finish(arrival.finish_reason, self._num_tokens, arrival.matched_token_id)
+            text += self._detokenizer.finish()
+        self._add(
+            Delta(
+                arrival.index,
+                arrival.token_ids[:used],
+                text,
+                arrival.logprobs[:used],
+                arrival.prompt_logprobs,
             )
-            if finish is not None:
-                return finish
-        return None
+        )
+        return finish
 
     def _add(self, delta: Delta) -> None:
         now = asyncio.get_running_loop().time()

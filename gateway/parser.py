@@ -44,7 +44,7 @@ class RequestParser:
         if not 1 <= num_choices <= self._settings.max_n:
             raise InvalidRequest("n", f"must be 1 to {self._settings.max_n}")
         stop = stop_strings(message.sampling)
-        sampling_params(message.sampling, facts, 1, self._settings.max_logprobs)
+        sampling_params(message.sampling, facts, None, self._settings.max_logprobs)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         prompt_ids = check_token_ids("prompt", await self._prompt_ids(message), facts)

@@ -239,18 +239,18 @@ class Pipeline:
         if attempt.link is not None and attempt.link.connected:
             # Room that the last attempt left unused: waiting in the queue with it in hand would
             # have those wait for it who are before us there.
-            link = await self._reserve(run, attempt, num_blocks, local_only=not prefill_up)
+            link = await self._reserve(run, attempt, num_blocks, prefer_local=not prefill_up)
         else:
             async with self.admission.turn(run):
                 prefill_up = bool(self._registry.ready(Role.PREFILL))
-                link = await self._reserve(run, attempt, num_blocks, local_only=not prefill_up)
+                link = await self._reserve(run, attempt, num_blocks, prefer_local=not prefill_up)
         return self._decode.is_local(link)
 
     async def _reserve(
-        self, run: Run, attempt: Attempt, num_blocks: int, local_only: bool
+        self, run: Run, attempt: Attempt, num_blocks: int, prefer_local: bool
     ) -> DecodeLink:
         try:
-            return await self._decode.reserve(run, attempt, num_blocks, local_only)
+            return await self._decode.reserve(run, attempt, num_blocks, prefer_local)
         except ReserveRefused as refused:
             attempt.link = None
             if refused.reason == "too_large":
@@ -296,10 +296,12 @@ class Pipeline:
             await asyncio.sleep(self._settings.flush_interval_s)
 
     def _emit(self, run: Run, output: Output) -> Finish | None:
-        arrivals = run.take_arrivals()
-        if run.first_token_s is None and any(arrival.token_ids for arrival in arrivals):
+        arrival = run.take_arrival()
+        if arrival is None:
+            return None
+        if run.first_token_s is None and arrival.token_ids:
             run.first_token_s = asyncio.get_running_loop().time()
-        return output.push(arrivals)
+        return output.push(arrival)
 
 
 def _first_tokens(run: Run, result: wire.PrefillResult) -> Arrival:

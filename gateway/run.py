@@ -30,16 +30,23 @@ class Counters:
     refused: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrival:
-    """Tokens as they came from a worker, new ones only."""
+    """Tokens as they came from a worker."""
 
     index: int
     token_ids: tuple[TokenId, ...]
-    logprobs: tuple[TokenLogprobs, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     matched_token_id: TokenId | None = None
+
+    def extend(self, later: "Arrival") -> None:
+        """Takes in what followed this one."""
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.finish_reason = later.finish_reason
+        self.matched_token_id = later.matched_token_id
 
 
 @dataclass(slots=True)
@@ -75,7 +82,8 @@ class Run:
         self.deadline_s = now_s + request.timeout_s
         self.first_token_s: float | None = None
         self.output_ids: list[TokenId] = []
-        self.arrivals: list[Arrival] = []
+        # New tokens that the request's task has not taken yet.
+        self._arrived: Arrival | None = None
         self.accounting = Accounting()
         self.num_failures = 0
         self.num_dead_owners = 0
@@ -131,35 +139,33 @@ class Run:
         if arrival.index > have:
             self.attempt.lose(AttemptLost("failed", counts=True))
             return
-        skip = have - arrival.index
-        self._counters.duplicates += min(skip, len(arrival.token_ids))
-        fresh = arrival.token_ids[skip:]
-        self.output_ids.extend(fresh)
-        if fresh or arrival.finish_reason is not None or arrival.prompt_logprobs:
-            self.arrivals.append(
-                Arrival(
-                    have,
-                    fresh,
-                    arrival.logprobs[skip:],
-                    arrival.prompt_logprobs if have == 0 else (),
-                    arrival.finish_reason,
-                    arrival.matched_token_id,
-                )
-            )
+        if skip := have - arrival.index:
+            self._counters.duplicates += min(skip, len(arrival.token_ids))
+            arrival.index = have
+            arrival.token_ids = arrival.token_ids[skip:]
+            arrival.logprobs = arrival.logprobs[skip:]
+            arrival.prompt_logprobs = ()
+        self.output_ids += arrival.token_ids
+        if arrival.token_ids or arrival.finish_reason is not None or arrival.prompt_logprobs:
+            if self._arrived is None:
+                self._arrived = arrival
+            else:
+                self._arrived.extend(arrival)
         self._changed.set()
 
     async def wait_change(self) -> None:
         """Returns once anything was heard; raises AttemptLost when the attempt is lost and every
         token that came before the loss has been taken."""
         assert self.attempt is not None
-        if not self.arrivals and self.attempt.lost is None:
+        if self._arrived is None and self.attempt.lost is None:
             await self._changed.wait()
         self._changed.clear()
-        if self.attempt.lost is not None and not self.arrivals:
+        if self.attempt.lost is not None and self._arrived is None:
             raise self.attempt.lost
 
-    def take_arrivals(self) -> list[Arrival]:
-        taken, self.arrivals = self.arrivals, []
+    def take_arrival(self) -> Arrival | None:
+        """All that came since the last call, as one."""
+        taken, self._arrived = self._arrived, None
         return taken
 
     def note_prefill(self, result: wire.PrefillResult) -> None:

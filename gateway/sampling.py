@@ -24,10 +24,11 @@ _MIN_TEMPERATURE = 0.01
 def sampling_params(
     message: inference.SamplingParams,
     facts: ModelFacts,
-    num_prompt_tokens: int,
+    num_prompt_tokens: int | None,
     max_logprobs: int,
 ) -> SamplingParams:
-    """Raises InvalidRequest naming the field and its limit."""
+    """Raises InvalidRequest naming the field and its limit. While the prompt's length is not known
+    (None), only what does not depend on it is judged."""
     prompt_logprobs = _logprobs(message, "prompt_logprobs", max_logprobs)
     max_tokens = _max_tokens(message, facts, num_prompt_tokens, prompt_logprobs is not None)
     if message.min_tokens > max_tokens:
@@ -110,38 +111,37 @@ def _number(
 
 
 def _max_tokens(
-    message: inference.SamplingParams, facts: ModelFacts, num_prompt: int, scores_prompt: bool
+    message: inference.SamplingParams,
+    facts: ModelFacts,
+    num_prompt: int | None,
+    scores_prompt: bool,
 ) -> int:
-    if num_prompt > facts.max_model_len:
-        raise InvalidRequest(
-            "prompt", f"has {num_prompt} tokens; the model takes at most {facts.max_model_len}"
-        )
-    room = facts.max_model_len - num_prompt
-    if not message.HasField("max_tokens"):
-        if facts.smallest_pool_tokens:
-            room = min(room, facts.smallest_pool_tokens - num_prompt)
-        if room < 1:
-            raise InvalidRequest(
-                "prompt", f"has {num_prompt} tokens, which leaves no room for an answer"
-            )
-        return room
-    max_tokens = message.max_tokens
-    if max_tokens == 0 and not scores_prompt:
+    given = message.max_tokens if message.HasField("max_tokens") else None
+    if given == 0 and not scores_prompt:
         raise InvalidRequest("max_tokens", "must be at least 1 (0 only with prompt_logprobs)")
-    if max_tokens > room:
+    if num_prompt is None:
+        return facts.max_model_len if given is None else given
+    # By default all that every live decode pool can hold; if need be what one of them can.
+    pool = facts.smallest_pool_tokens if given is None else facts.largest_pool_tokens
+    limit, name = facts.max_model_len, "the model's context"
+    if 0 < pool < limit:
+        limit, name = pool, "the KV pool"
+    room = limit - num_prompt
+    if room < (0 if given == 0 else 1):
+        raise InvalidRequest(
+            "prompt",
+            f"has {num_prompt} tokens; with an answer there is no room for them in {name} of "
+            f"{limit} tokens",
+        )
+    if given is None:
+        return room
+    if given > room:
         raise InvalidRequest(
             "max_tokens",
-            f"{max_tokens} and {num_prompt} prompt tokens exceed the model's length of "
-            f"{facts.max_model_len}; at most {max(room, 0)}",
+            f"{given} and {num_prompt} prompt tokens can never fit in {name} of {limit} tokens; "
+            f"at most {room}",
         )
-    pool = facts.largest_pool_tokens
-    if pool and num_prompt + max_tokens > pool:
-        raise InvalidRequest(
-            "max_tokens",
-            f"{max_tokens} and {num_prompt} prompt tokens can never fit in a KV pool of "
-            f"{pool} tokens; at most {max(pool - num_prompt, 0)}",
-        )
-    return max_tokens
+    return given
 
 
 def _top_k(message: inference.SamplingParams, facts: ModelFacts) -> int:

@@ -114,14 +114,17 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
 
 def _response(request: Request, event: OutputEvent, span: Span) -> inference.GenerateResponse:
     if isinstance(event, Delta):
-        chunk = inference.Chunk(
-            index=event.index,
-            token_ids=event.token_ids,
-            text=event.text,
-            logprobs=logprobs_to_proto(event.logprobs),
-            prompt_logprobs=logprobs_to_proto(event.prompt_logprobs),
-        )
-        return inference.GenerateResponse(choice=request.choice, chunk=chunk)
+        # Filled in place: a message given to another is copied.
+        response = inference.GenerateResponse(choice=request.choice)
+        chunk = response.chunk
+        chunk.index = event.index
+        chunk.token_ids.extend(event.token_ids)
+        chunk.text = event.text
+        if event.logprobs:
+            chunk.logprobs.extend(logprobs_to_proto(event.logprobs))
+        if event.prompt_logprobs:
+            chunk.prompt_logprobs.extend(logprobs_to_proto(event.prompt_logprobs))
+        return response
     complete = inference.Complete(
         finish_reason=finish_reason_to_proto(event.finish_reason),
         usage=usage_to_proto(event.usage),

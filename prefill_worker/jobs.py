@@ -174,7 +174,7 @@ class Jobs:
         self._by_seq[job.spec.seq_id] = job
         spec = job.spec
         try:
-            self._runtime.post(lambda engine: engine.add(spec))
+            self._tell(lambda engine: engine.add(spec))
             self._slots.added(job.key, loop.time())
             self._changed()
             async with asyncio.timeout_at(deadline_s):
@@ -184,7 +184,7 @@ class Jobs:
         finally:
             outcome = job.outcome.result() if job.outcome.done() else JobEnd.CANCELLED
             if not isinstance(outcome, SequenceOutput):
-                self._runtime.post(lambda engine: engine.abort(spec.seq_id))
+                self._tell(lambda engine: engine.abort(spec.seq_id))
         return outcome
 
     async def _offer(self, job: Job, output: SequenceOutput, spans: JobSpans) -> None:
@@ -193,8 +193,7 @@ class Jobs:
         num_bytes = len(output.held) * self._facts.layout.block_bytes
 
         def give_back(_: LeaseEnd | None) -> None:
-            self._runtime.post(lambda engine: engine.release_lease(spec.seq_id))
-            self._snapshot.refresh()
+            self._tell(lambda engine: engine.release_lease(spec.seq_id))
 
         with spans.offer(len(output.held), num_bytes):
             try:
@@ -243,6 +242,11 @@ class Jobs:
         self._slots.drop(job.key)
         self._changed()
 
+    def _tell(self, command: Callable[[Engine], object]) -> None:
+        """Whatever the engine is told may make room, which only a new snapshot shows."""
+        self._runtime.post(command)
+        self._snapshot.refresh()
+
     # ------------------------------------------------------------ what the engine says
 
     def on_events(self, events: Sequence[EngineEvent], record: StepRecord | None) -> None:
@@ -256,7 +260,7 @@ class Jobs:
                 elif event.held:
                     # Finished in the very step that came before its abort.
                     seq_id = event.seq_id
-                    self._runtime.post(partial(Engine.release_lease, seq_id=seq_id))
+                    self._tell(partial(Engine.release_lease, seq_id=seq_id))
             elif isinstance(event, SequenceFailed) and job is not None:
                 log.warning("request %s: %s", job.spec.request_id, event.detail)
                 job.end(JobEnd(event.reason))

@@ -1,5 +1,6 @@
 """What a worker serves: the facts of its model, found before any memory is taken."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,11 +64,12 @@ def _without_weights(settings: WorkerSettings) -> ModelFacts:
     return ModelFacts(description, layout)
 
 
-def num_pool_blocks(settings: WorkerSettings, layout: KVLayout) -> int:
+def num_pool_blocks(settings: WorkerSettings, model: ModelFacts) -> int:
     """Blocks that sequences can use; the pool has one more, the null block.
 
     Raises ConfigError, with the arithmetic, where the pool is too small or memory too little.
     """
+    layout = model.layout
     size = layout.block_bytes
     if settings.num_blocks is not None:
         name, num_blocks = "num_blocks", settings.num_blocks
@@ -81,18 +83,28 @@ def num_pool_blocks(settings: WorkerSettings, layout: KVLayout) -> int:
             f"a block of {layout.block_size} tokens takes {size} bytes; {_MIN_BLOCKS} blocks and "
             f"the null block are the least, {wanted} bytes",
         )
-    available = _available_bytes(settings)
-    if (num_blocks + 1) * size > available:
+    pool, weights = (num_blocks + 1) * size, _weight_bytes(model)
+    if pool > (free := _free_in_pool_dir(settings)):
         raise ConfigError(
             name,
-            f"{num_blocks} blocks and the null block of {size} bytes are "
-            f"{(num_blocks + 1) * size} bytes, but {available} are available",
+            f"{num_blocks} blocks and the null block of {size} bytes are {pool} bytes, but the "
+            f"pool's folder has {free} free",
+        )
+    if pool + weights > (available := int(psutil.virtual_memory().available)):
+        raise ConfigError(
+            name,
+            f"{num_blocks} blocks and the null block of {size} bytes are {pool} bytes, with "
+            f"{weights} bytes of weights {pool + weights}, but {available} are available",
         )
     return num_blocks
 
 
-def _available_bytes(settings: WorkerSettings) -> int:
-    available = psutil.virtual_memory().available
+def _weight_bytes(model: ModelFacts) -> int:
+    files = model.entry.weight_files if model.entry is not None else ()
+    return sum(file.stat().st_size for file in files if file.exists())
+
+
+def _free_in_pool_dir(settings: WorkerSettings) -> float:
     if pool_kind(settings.transport) == "shm" and settings.pool_dir.is_dir():
-        available = min(available, psutil.disk_usage(str(settings.pool_dir)).free)
-    return int(available)
+        return psutil.disk_usage(str(settings.pool_dir)).free
+    return math.inf

@@ -10,10 +10,8 @@ Exit status: 0 after a drain, 1 when the worker failed, and at a second signal.
 """
 
 import asyncio
-import json
 import logging
 import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,10 +21,12 @@ from grpc import aio
 
 from common import failpoints, rpc
 from common.admin import AdminServer
-from common.config import WorkerSettings, advertised, read_secret
+from common.config import WorkerSettings, advertised, read_token
 from common.logging import setup_logging
 from common.nats_bus import NatsBus
+from common.ready import announce
 from common.telemetry import Telemetry
+from common.tls import warn_if_open
 from common.types import Role
 from engine.loop import EngineLoop, EngineRuntime, OnEvents
 from kv_transfer.base import TransportSettings
@@ -114,6 +114,7 @@ class Process:
             pool_dir=settings.pool_dir,
             host=settings.host,
             advertise_host=advertised(settings),
+            insecure=settings.insecure_transfer,
         )
 
     def facts(self, transports: Sequence[str], local_prefill: str = "") -> WorkerFacts:
@@ -139,7 +140,8 @@ class Process:
             await self.server.start()
             running = asyncio.create_task(worker.run(), name="worker")
             try:
-                self._announce()
+                identity, endpoints = self.identity, self.endpoints
+                announce(identity.worker_id, identity.role.value, endpoints.grpc, endpoints.admin)
                 failed = await self._until_stopped(running)
                 await health.set_ready(False)
                 if not failed:
@@ -166,25 +168,14 @@ class Process:
             log.error("the worker failed", exc_info=running.exception())
         return running.done() or self.engine_failed.is_set()
 
-    def _announce(self) -> None:
-        line = {
-            "ready": True,
-            "id": self.identity.worker_id,
-            "role": self.identity.role.value,
-            "grpc": self.endpoints.grpc,
-            "admin": self.endpoints.admin,
-            "pid": os.getpid(),
-        }
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
-
 
 @asynccontextmanager
 async def open_process(settings: WorkerSettings, role: Role) -> AsyncIterator[Process]:
     """Raises ConfigError or ModelError for what cannot be used."""
     setup_logging(role.value, settings.log_level)
     failpoints.arm(settings.failpoints)
-    token = read_secret(settings.token_file, "token_file") if settings.token_file else ""
+    token = read_token(settings.token_file, "token_file")
+    warn_if_open(settings.host, settings.tls)
     identity = new_identity(settings, role)
     async with AsyncExitStack() as stack:
         on_second_signal: list[Callable[[], None]] = []
@@ -211,16 +202,17 @@ async def open_process(settings: WorkerSettings, role: Role) -> AsyncIterator[Pr
             identity.worker_id,
             settings.otlp_endpoint,
             asyncio.get_running_loop().time,
+            read_token(settings.otlp_token_file, "otlp_token_file"),
         )
         stack.push_async_callback(telemetry.shutdown)
         bus = await NatsBus.connect(
-            settings.nats_url, settings.nats_credentials_file, identity.worker_id
+            settings.nats_url, settings.nats_credentials_file, identity.worker_id, settings.tls
         )
         stack.push_async_callback(bus.close)
         server = rpc.make_internal_server(token)
         stack.push_async_callback(server.stop, _LAST_WRITES_S)
         host = advertised(settings)
-        port = rpc.bind(server, settings.host, settings.port)
+        port = rpc.bind(server, settings.host, settings.port, settings.tls)
         yield Process(
             settings=settings,
             identity=identity,

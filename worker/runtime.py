@@ -44,7 +44,7 @@ def assemble(settings: WorkerSettings, identity: WorkerIdentity) -> Compute:
     if settings.device != "cpu":
         raise ConfigError("device", f"{settings.device!r} is not supported; only cpu is")
     model = model_facts(settings)
-    num_blocks = num_pool_blocks(settings, model.layout)
+    num_blocks = num_pool_blocks(settings, model)
     kind = pool_kind(settings.transport)
     if kind == "shm":
         sweep_dead_pools(settings.pool_dir)

@@ -12,7 +12,6 @@ from gateway.attempt import Attempt
 from gateway.prefill_dispatch import PrefillDispatch
 from gateway.run import Run
 from gateway.sequence_state import sequence_state
-from kv_transfer import imports
 
 
 def no_attempt_fence(patch: pytest.MonkeyPatch) -> None:
@@ -51,11 +50,6 @@ def every_asker_owns(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillDispatch, "accept", granting)
 
 
-def copy_used_without_verdict(patch: pytest.MonkeyPatch) -> None:
-    """The importer uses what it copied, whatever the exporter answered."""
-    patch.setattr(imports, "_require_ok", lambda verdict: None)
-
-
 def promises_not_given_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Reservations, "unreserve", lambda *args: None)
 
@@ -87,7 +81,6 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         no_attempt_fence,
         resume_forgets_a_token,
         every_asker_owns,
-        copy_used_without_verdict,
         promises_not_given_back,
         freed_under_a_copy,
         a_lost_attempt_is_not_retried,

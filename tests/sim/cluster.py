@@ -4,7 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,6 +43,32 @@ THIS_HOST = HostIdentity("boot", "here")
 T = TypeVar("T")
 
 
+@cache
+def _gateway_settings(gateway_id: str) -> GatewaySettings:
+    return GatewaySettings(
+        gateway_id=gateway_id, model="oracle", grpc_port=0, request_timeout_s=120.0
+    )
+
+
+@cache
+def _worker_settings(
+    kind: type[PrefillSettings] | type[DecodeSettings],
+    num_blocks: int,
+    max_num_batched_tokens: int,
+    async_depth: int,
+) -> PrefillSettings | DecodeSettings:
+    return kind(
+        model="oracle",
+        block_size=BLOCK,
+        num_blocks=num_blocks,
+        oracle_vocab_size=VOCAB,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=8,
+        lease_s=LEASE_S,
+        async_depth=async_depth,
+    )
+
+
 @dataclass
 class Node:
     """One worker's process."""
@@ -72,9 +98,7 @@ class SimCluster:
 
     async def start_gateway(self) -> Gateway:
         host = Host(f"gw{len(self.gateways)}")
-        settings = GatewaySettings(
-            gateway_id=host.name, model="oracle", grpc_port=0, request_timeout_s=120.0
-        )
+        settings = _gateway_settings(host.name)
         clock = asyncio.get_running_loop().time
         gateway = Gateway(
             settings,
@@ -111,16 +135,11 @@ class SimCluster:
     async def start_worker(self, role: Role) -> Node:
         self.num_started += 1
         host = Host(f"{role.value}-{self.num_started}")
-        kind = PrefillSettings if role is Role.PREFILL else DecodeSettings
-        settings = kind(
-            model="oracle",
-            block_size=BLOCK,
-            num_blocks=self.num_blocks,
-            oracle_vocab_size=VOCAB,
-            max_num_batched_tokens=self.rng.choice((5, 16, 64)),
-            max_num_seqs=8,
-            lease_s=LEASE_S,
-            async_depth=self.rng.choice((0, 1)),
+        settings = _worker_settings(
+            PrefillSettings if role is Role.PREFILL else DecodeSettings,
+            self.num_blocks,
+            self.rng.choice((5, 16, 64)),
+            self.rng.choice((0, 1)),
         )
         node = self._assemble(host, role, settings)
         await node.worker.start()
