@@ -21,6 +21,7 @@ much less than times do.
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -122,6 +123,11 @@ def _cpu_s(process: psutil.Process) -> float:
     return times.user + times.system
 
 
+def _state_in(folder: str) -> RunState:
+    (state,) = Path(folder).glob("baton/run-*/state.json")
+    return RunState(**json.loads(state.read_text()))
+
+
 @asynccontextmanager
 async def deployment(steps_per_s: float) -> AsyncIterator[Deployment]:
     with TemporaryDirectory() as folder:
@@ -137,8 +143,7 @@ async def deployment(steps_per_s: float) -> AsyncIterator[Deployment]:
         try:
             if not await process.stdout.readline():
                 raise SystemExit("baton up did not start")
-            (state,) = Path(folder).glob("baton/run-*/state.json")
-            yield Deployment(RunState(**json.loads(state.read_text())))
+            yield Deployment(_state_in(folder))
         finally:
             process.send_signal(signal.SIGTERM)
             await process.wait()
@@ -287,7 +292,7 @@ class Measured:
     batches: list[Batch] = field(default_factory=list)
     singles: list[Stream] = field(default_factory=list)
     direct_s: list[float] = field(default_factory=list)
-    idle: list[Counter[str]] = field(default_factory=list)
+    idle: Counter[str] = field(default_factory=Counter)
 
 
 async def measure(num_rounds: int) -> dict[str, object]:
@@ -301,13 +306,13 @@ async def measure(num_rounds: int) -> dict[str, object]:
             measured.batches.append(await run_batch(batch_up, num_prompts))
             measured.singles += await run_singles(one_up, num_prompts)
             measured.direct_s += await run_direct(num_prompts)
-        measured.idle.append(await idle_share(one_up))
+        measured.idle = await idle_share(one_up)
         resident = batch_up.processes["gateway"].memory_info().rss / 1e6
         other_cores = others.num_cores()
     return {
         "figures": _figures(measured, resident),
         "cpu_s_per_1000_tokens": _cpu_per_1000(measured.batches),
-        "idle_share": measured.idle[0],
+        "idle_share": measured.idle,
         "other_cores": other_cores,
     }
 
@@ -347,7 +352,7 @@ def _figures(measured: Measured, resident_mb: float) -> dict[str, dict[str, obje
         )
         * 1000,
         "gateway_resident": resident_mb,
-        "idle_cpu": sum(measured.idle[0].values()) * 100,
+        "idle_cpu": sum(measured.idle.values()) * 100,
     }
     return {name: _beside_bound(name, value) for name, value in values.items()}
 
@@ -371,6 +376,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
+    # As the processes under test do (common/ready.py).
+    gc.collect()
+    gc.freeze()
     result = uvloop.run(measure(rounds))
     rounded = json.loads(json.dumps(result), parse_float=lambda text: round(float(text), 4))
     print(json.dumps(rounded, indent=2))

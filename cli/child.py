@@ -21,14 +21,22 @@ _CONFIG_ERROR_STATUS = 2
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """``first_arguments`` are given at the first start only: failpoints, which would otherwise
-    kill every successor too."""
+    """``label`` is <pool>-<index>. ``first_arguments`` are given at the first start only:
+    failpoints, which would otherwise kill every successor too."""
 
     role: str
     label: str
     arguments: Sequence[str]
     environment: Mapping[str, str]
     first_arguments: Sequence[str] = ()
+
+    @property
+    def pool(self) -> str:
+        return self.label.rpartition("-")[0]
+
+    @property
+    def index(self) -> int:
+        return int(self.label.rpartition("-")[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,7 @@ class Child:
         self.ready: Ready | None = None
         self._log = log_dir / f"{spec.label}.log"
         self._process: asyncio.subprocess.Process | None = None
+        self._asked_to_stop = False
         self._starts = 0
 
     async def start(self) -> Ready:
@@ -65,6 +74,7 @@ class Child:
         if self.spec.role == "gateway" and self.ready is not None:
             port = ("--grpc-port", self.ready.grpc.rpartition(":")[2])
         self._starts += 1
+        self._asked_to_stop = False
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "cli.main", self.spec.role,
@@ -89,12 +99,15 @@ class Child:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL after ``grace_s``."""
+    async def stop(self, grace_s: float) -> int:
+        """SIGTERM, then SIGKILL after ``grace_s``. Returns the exit status. May be called again
+        meanwhile: a second SIGTERM would end the drain that the first has begun."""
         if self._process is None:
-            return
-        self.signal(signal.SIGCONT)
-        self.signal(signal.SIGTERM)
+            return 0
+        if not self._asked_to_stop:
+            self._asked_to_stop = True
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(grace_s):
                 await self._process.wait()
@@ -102,7 +115,8 @@ class Child:
             pass
         finally:
             self.signal(signal.SIGKILL)
-            await self._process.wait()
+            status = await self._process.wait()
+        return status
 
     async def _first_line(self) -> bytes:
         assert self._process is not None and self._process.stdout is not None

@@ -10,12 +10,16 @@ from cli.child import ChildSpec
 from common.config import DecodeSettings, GatewaySettings, PrefillSettings, ProcessSettings, load
 from common.errors import ConfigError
 from common.nats_server import NatsServer
+from common.tls import TlsFiles
 from common.types import LocalPrefill
 
+MAX_POOL = 64
+# Pool of the colocated workers.
+_BOTH = "both"
 # Settings that `up` chooses, for each process its own.
 CHOSEN = (
     "nats_url", "nats_credentials_file", "token_file", "host", "advertise_host", "admin_port",
-    "gateway_id", "worker_id", "port", "model", "grpc_port", "otlp_endpoint",
+    "gateway_id", "worker_id", "port", "model", "grpc_port", "otlp_endpoint", "otlp_token_file",
 )  # fmt: skip
 # Given at a process' first start only: a failpoint would kill every successor too.
 _ONCE = ("failpoints",)
@@ -39,6 +43,13 @@ class Pools:
     def num_engines(self) -> int:
         return self.prefill + self.decode + self.colocated
 
+    def check(self) -> None:
+        """Raises ConfigError for pools that could answer no request."""
+        if self.decode + self.colocated == 0:
+            raise ConfigError("decode", "at least one decode or colocated worker is needed")
+        if self.prefill + self.colocated == 0:
+            raise ConfigError("prefill", "at least one prefill or colocated worker is needed")
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
@@ -52,35 +63,56 @@ class LaunchPlan:
     def check(self) -> float:
         """Raises ConfigError for what no process would take, before any is started. Returns the
         longest drain budget."""
-        pools = self.pools
-        if pools.decode + pools.colocated == 0:
-            raise ConfigError("decode", "at least one decode or colocated worker is needed")
-        if pools.prefill + pools.colocated == 0:
-            raise ConfigError("prefill", "at least one prefill or colocated worker is needed")
+        self.pools.check()
         loaded = [load(kind, self._of(role), self.config) for role, kind in _KINDS.items()]
         return max(float(getattr(settings, "drain_budget_s", 0.0)) for settings in loaded)
 
+    @property
+    def tls(self) -> TlsFiles | None:
+        """What all internal links of the run use."""
+        return load(GatewaySettings, self._of("gateway"), self.config).tls
+
     def workers(self, nats: NatsServer, token_file: Path, otlp: str, model: str) -> list[ChildSpec]:
-        shared = ["--model", model, *_links(nats, "worker", token_file, otlp)]
         pools = self.pools
-        local = ["--local-prefill", LocalPrefill.ALWAYS.value]
+        sizes = {"prefill": pools.prefill, "decode": pools.decode, _BOTH: pools.colocated}
+        num_threads = threads_per_engine(pools.num_engines)
         return [
-            *(self._spec("prefill", f"prefill-{i}", shared) for i in range(pools.prefill)),
-            *(self._spec("decode", f"decode-{i}", shared) for i in range(pools.decode)),
-            *(self._spec("decode", f"both-{i}", [*shared, *local]) for i in range(pools.colocated)),
+            self.worker(pool, i, num_threads, nats, token_file, otlp, model)
+            for pool, size in sizes.items()
+            for i in range(size)
         ]
+
+    def worker(
+        self,
+        pool: str,
+        index: int,
+        num_threads: int,
+        nats: NatsServer,
+        token_file: Path,
+        otlp: str,
+        model: str,
+    ) -> ChildSpec:
+        role = "decode" if pool == _BOTH else pool
+        own = ["--model", model, *_links(nats, role, token_file, otlp)]
+        if pool == _BOTH:
+            own += ["--local-prefill", LocalPrefill.ALWAYS.value]
+        environment = {"OMP_NUM_THREADS": str(num_threads)}
+        return self._spec(role, f"{pool}-{index}", own, environment)
 
     def gateways(
         self, nats: NatsServer, token_file: Path, otlp: str, model: str
     ) -> list[ChildSpec]:
         shared = ["--model", model, *_links(nats, "gateway", token_file, otlp)]
+        environment = {"OMP_NUM_THREADS": "1"}
         ports = [self.grpc_port and self.grpc_port + i for i in range(self.pools.gateways)]
         return [
-            self._spec("gateway", f"gateway-{i}", [*shared, "--grpc-port", str(port)])
+            self._spec("gateway", f"gateway-{i}", [*shared, "--grpc-port", str(port)], environment)
             for i, port in enumerate(ports)
         ]
 
-    def _spec(self, role: str, label: str, own: Sequence[str]) -> ChildSpec:
+    def _spec(
+        self, role: str, label: str, own: Sequence[str], environment: Mapping[str, str]
+    ) -> ChildSpec:
         given = self._of(role)
         once = {name: given.pop(name) for name in _ONCE if name in given}
         config = [] if self.config is None else ["--config", str(self.config)]
@@ -89,7 +121,7 @@ class LaunchPlan:
             role=role,
             label=label,
             arguments=(*config, *_flags(given), *own),
-            environment={"OMP_NUM_THREADS": str(threads_per_engine(self.pools.num_engines))},
+            environment=environment,
             first_arguments=_flags(once),
         )
 
@@ -100,7 +132,7 @@ class LaunchPlan:
 
 def threads_per_engine(num_engines: int) -> int:
     """Cores divided by engines: two engines of two threads each on two cores run 100 times slower
-    than of one (docs/design.md, section 6)."""
+    than of one (docs/design.md, section 5)."""
     return max(1, len(os.sched_getaffinity(0)) // max(1, num_engines))
 
 
@@ -110,6 +142,7 @@ def _links(nats: NatsServer, nats_role: str, token_file: Path, otlp: str) -> lis
         "--nats-credentials-file", str(nats.credentials_file(nats_role)),
         "--token-file", str(token_file),
         "--otlp-endpoint", otlp,
+        "--otlp-token-file", str(token_file),
         "--host", "127.0.0.1",
     ]  # fmt: skip
 

@@ -9,8 +9,11 @@ import typer
 from cli.chat import chat
 from cli.demo import demo
 from cli.generate import generate
+from cli.kv_waste.command import kv_waste
+from cli.plan import plan
 from cli.prepare import prepare
 from cli.process import decode, gateway, prefill
+from cli.scale import scale
 from cli.status import status
 from cli.trace import trace
 from cli.up import up
@@ -24,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (up, generate, chat, status, trace, prepare, demo):
+for command in (up, scale, generate, chat, status, trace, prepare, plan, kv_waste, demo):
     app.command()(command)
 for command, name in ((gateway, "gateway"), (prefill, "prefill"), (decode, "decode")):
     app.command(name, rich_help_panel="Single processes")(command)

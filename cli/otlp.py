@@ -21,12 +21,11 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
-from common.rpc import bind, endpoint, make_public_channel, make_public_server
+from common.rpc import bind, endpoint, make_internal_server, make_public_channel
 from common.wire import supervisor
 
 REQUEST_ID = "baton.request_id"
 _SERVICE = service.DESCRIPTOR.services_by_name["TraceService"].full_name
-_MAX_MESSAGE_BYTES = 16 << 20
 _FORWARD_QUEUE = 256
 _FORWARD_S = 5.0
 
@@ -133,10 +132,12 @@ class TraceStore:
 
 
 class OtlpReceiver:
-    """The receiver's server. ``forward_to`` is host:port of another OTLP/gRPC collector."""
+    """The receiver's server, for who has ``token``. ``forward_to`` is host:port of another
+    OTLP/gRPC collector."""
 
     def __init__(
         self,
+        token: str,
         max_traces: int = 1000,
         max_bytes: int = 64 << 20,
         forward_to: str | None = None,
@@ -149,7 +150,7 @@ class OtlpReceiver:
         self._forwarder: asyncio.Task[None] | None = None
         self._num_forwarded = 0
         self._num_not_forwarded = 0
-        self._server = make_public_server(_MAX_MESSAGE_BYTES)
+        self._server = make_internal_server(token)
         export = grpc.unary_unary_rpc_method_handler(
             self._export,
             request_deserializer=service.ExportTraceServiceRequest.FromString,

@@ -11,8 +11,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from cli import model_cache, model_source
-from cli.gguf_source import GgufSource
-from cli.hf_source import HuggingFaceSource
 from cli.output import print_json
 from common.errors import ModelError
 
@@ -44,6 +42,10 @@ def prepare(
 
 def find_source(model: str) -> model_source.ModelSource:
     """Raises ModelError when ``model`` names nothing that could be one."""
+    # Not at the top: every process of Baton imports this file, and none of them needs these.
+    from cli.gguf_source import GgufSource
+    from cli.hf_source import HuggingFaceSource
+
     if model == DEFAULT_MODEL:
         return GgufSource(_default_gguf(), _DEFAULT_NAME)
     path = Path(model)

@@ -3,7 +3,8 @@
 1. nats-server starts, then workers and gateways, all at once, each with its share of the cores;
 2. every child has said that it is ready, and every gateway that a request would succeed;
 3. a child that dies is started again, with growing pauses; nats-server too, on its old port;
-4. on the way out gateways drain first, then workers, then nats-server stops.
+4. workers are added and drained one by one, where somebody asks for it (cli/scaling.py);
+5. on the way out gateways drain first, then workers, then nats-server stops.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from cli.child import Child, ChildFailed, ChildSpec, Ready
 from cli.readiness import wait_until_ready
-from common.errors import BatonError, ConfigError
+from common.errors import BatonError, ConfigError, Unavailable
 from common.nats_server import NatsServer
 
 Report = Callable[[str], None]
@@ -46,11 +47,19 @@ class Supervisor:
         self._grace_s = drain_budget_s + _EXIT_S
         self._report = report
         self._on_change = on_change
-        self._keepers: list[asyncio.Task[None]] = []
+        self._keepers: dict[Child, asyncio.Task[None]] = {}
+        self._nats_keeper: asyncio.Task[None] | None = None
+        self._log_dir = log_dir
+        self._stopping = False
 
     @property
     def workers(self) -> list[Ready]:
         return [child.ready for child in self._workers if child.ready is not None]
+
+    @property
+    def worker_children(self) -> list[Child]:
+        """In the order of their starts within each pool; some may be starting or draining."""
+        return list(self._workers)
 
     @property
     def gateways(self) -> list[Ready]:
@@ -70,17 +79,47 @@ class Supervisor:
         for gateway in self.gateways:
             await wait_until_ready(gateway.grpc, expected)
         loop = asyncio.get_running_loop()
-        self._keepers = [loop.create_task(self._keep(child)) for child in children]
+        self._keepers = {child: loop.create_task(self._keep(child)) for child in children}
         if hasattr(os, "pidfd_open"):
-            self._keepers.append(loop.create_task(self._keep_nats()))
+            self._nats_keeper = loop.create_task(self._keep_nats())
+
+    async def add(self, spec: ChildSpec) -> Ready:
+        """One worker more; returns when every gateway knows it. Raises Unavailable, ConfigError
+        or ChildFailed, and then it is gone."""
+        if self._stopping:
+            raise Unavailable("`baton up` is stopping")
+        child = Child(spec, self._log_dir)
+        self._workers.append(child)
+        try:
+            ready = await child.start()
+            for gateway in self.gateways:
+                await wait_until_ready(gateway.grpc, {ready.id})
+        except BatonError:
+            self._workers.remove(child)
+            await child.stop(self._grace_s)
+            raise
+        self._keepers[child] = asyncio.create_task(self._keep(child))
+        self._report(f"{spec.label} is there")
+        self._on_change()
+        return ready
+
+    async def drain(self, child: Child) -> int:
+        """One worker less, which finishes or hands over what it has. Returns its exit status."""
+        if (keeper := self._keepers.pop(child, None)) is not None:
+            await _cancelled([keeper])
+        status = await child.stop(self._grace_s)
+        if child in self._workers:
+            self._workers.remove(child)
+        self._report(f"{child.spec.label} is drained, it {_ending(status)}")
+        self._on_change()
+        return status
 
     async def stop(self) -> None:
         """In order; never raises for what a child does."""
-        for task in self._keepers:
-            task.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._stopping = True
+        await _cancelled([*self._keepers.values(), self._nats_keeper])
         for group in (self._gateways, self._workers):
-            await asyncio.gather(*(child.stop(self._grace_s) for child in group))
+            await asyncio.gather(*(child.stop(self._grace_s) for child in list(group)))
 
     def kill(self) -> None:
         for child in (*self._gateways, *self._workers):
@@ -120,6 +159,13 @@ class Supervisor:
             except BatonError as error:
                 self._report(error.message)
                 return
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[None] | None]) -> None:
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _exit_of(pid: int) -> None:

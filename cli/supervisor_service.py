@@ -1,10 +1,15 @@
 """What `baton up` answers to the other commands: gRPC on loopback, with the run's token."""
 
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
 from grpc import aio
 
+from cli.child import ChildFailed
 from cli.otlp import OtlpReceiver
+from cli.scaling import SCALABLE, Scaler
 from common import rpc
-from common.errors import InvalidRequest, Unsupported
+from common.errors import ConfigError, InvalidRequest, Unavailable
 from common.wire import supervisor as wire
 from common.wire import supervisor_grpc
 
@@ -14,9 +19,14 @@ _HOST = "127.0.0.1"
 class SupervisorServer(supervisor_grpc.SupervisorServiceServicer):
     def __init__(self, receiver: OtlpReceiver, token: str) -> None:
         self._receiver = receiver
+        self._scaler: Scaler | None = None
         self._server: aio.Server = rpc.make_internal_server(token)
         supervisor_grpc.add_SupervisorServiceServicer_to_server(self, self._server)
         self.address = ""
+
+    def can_scale(self, scaler: Scaler) -> None:
+        """From now on; until then there is nothing to change yet."""
+        self._scaler = scaler
 
     async def start(self) -> None:
         port = rpc.bind(self._server, _HOST, 0)
@@ -34,5 +44,16 @@ class SupervisorServer(supervisor_grpc.SupervisorServiceServicer):
             raise InvalidRequest("id", "no such trace here; only the last ones are kept")
         return found
 
-    async def Scale(self, request: wire.ScaleRequest, context: rpc.Context) -> wire.ScaleResponse:
-        raise Unsupported("scale", "pools of a running `baton up` cannot be changed yet")
+    async def Scale(
+        self, request: wire.ScaleRequest, context: rpc.Context
+    ) -> AsyncIterator[wire.ScaleResponse]:
+        if self._scaler is None:
+            raise Unavailable("`baton up` is still starting")
+        wanted = {pool: getattr(request, pool) for pool in SCALABLE if request.HasField(pool)}
+        try:
+            async with aclosing(self._scaler.scale(wanted)) as responses:
+                async for response in responses:
+                    yield response
+        except (ConfigError, ChildFailed) as error:
+            # Of a worker that did not start: who asked is the one to know why.
+            raise Unavailable(error.message) from None

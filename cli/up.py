@@ -11,6 +11,7 @@ import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -19,19 +20,20 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from cli.child import Ready
-from cli.launch_plan import CHOSEN, LaunchPlan, Pools
+from cli.child import ChildSpec, Ready
+from cli.launch_plan import CHOSEN, MAX_POOL, LaunchPlan, Pools
 from cli.models import prepared
 from cli.otlp import OtlpReceiver
 from cli.output import print_json
 from cli.run_dir import RunDir, RunState
+from cli.scaling import Scaler
 from cli.settings_flags import ConfigFile, with_settings
 from cli.supervisor import Supervisor
 from cli.supervisor_service import SupervisorServer
 from common.config import DecodeSettings, GatewaySettings, PrefillSettings, read_secret
 from common.nats_server import NatsServer
 
-Count = Annotated[int, typer.Option(min=0, max=64)]
+Count = Annotated[int, typer.Option(min=0, max=MAX_POOL)]
 T = TypeVar("T")
 
 
@@ -109,13 +111,14 @@ async def _run(
     async with AsyncExitStack() as stack:
         run_dir = RunDir()
         stack.callback(run_dir.close)
-        nats = NatsServer(run_dir.path / "nats")
+        nats = NatsServer(run_dir.path / "nats", tls=plan.tls)
         nats.start()
         stack.callback(nats.stop)
-        receiver = OtlpReceiver(forward_to=otlp)
+        token = read_secret(run_dir.token_file, "token_file")
+        receiver = OtlpReceiver(token, forward_to=otlp)
         links = (nats, run_dir.token_file, await receiver.start(), entry)
         stack.push_async_callback(receiver.stop)
-        service = SupervisorServer(receiver, read_secret(run_dir.token_file, "token_file"))
+        service = SupervisorServer(receiver, token)
         await service.start()
         stack.push_async_callback(service.stop)
         supervisor = Supervisor(
@@ -127,10 +130,23 @@ async def _run(
             report=lambda text: console.print(f"baton: {text}", style="yellow"),
             on_change=lambda: run_dir.save(_state(supervisor, entry, service, run_dir)),
         )
+        scaler = Scaler(supervisor, partial(_make_worker, plan, links))
+        stack.push_async_callback(scaler.close)
         stack.push_async_callback(supervisor.stop)
         await _unless(stop, supervisor.start())
+        service.can_scale(scaler)
         run_dir.save(_state(supervisor, entry, service, run_dir))
         await _unless(stop, use(Running(supervisor.gateways, supervisor.workers, run_dir.path)))
+
+
+def _make_worker(
+    plan: LaunchPlan,
+    links: tuple[NatsServer, Path, str, str],
+    pool: str,
+    index: int,
+    num_threads: int,
+) -> ChildSpec:
+    return plan.worker(pool, index, num_threads, *links)
 
 
 async def _unless(stop: asyncio.Event, work: Awaitable[T]) -> T:

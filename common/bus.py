@@ -21,6 +21,8 @@ from typing import Protocol
 from common.errors import BatonError
 
 JOB_SUBJECT = "baton.prefill.any"
+JOB_STREAM = "BATON_PREFILL"
+JOB_CONSUMER = "any"
 DISCOVER_SUBJECT = "baton.discover"
 REPORT_SUBJECTS = "baton.worker.*"
 # The largest message, headers included; a setting of nats-server, so all parts must agree on it.

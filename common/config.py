@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from common.errors import ConfigError
+from common.tls import TlsFiles
 from common.types import LocalPrefill, Role
 
 PROTOCOL_VERSION = 1
@@ -38,8 +39,16 @@ class ProcessSettings(BaseSettings):
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     advertise_host: str | None = Field(None, description="name or address other processes dial")
+    tls_cert_file: Path | None = Field(
+        None, description="PEM certificate of this process, for all internal links (mutual TLS)"
+    )
+    tls_key_file: Path | None = Field(None, description="its PEM key; mode 0600")
+    tls_ca_file: Path | None = Field(None, description="PEM authority that signed all of them")
     admin_port: int = Field(0, ge=0, le=65535, description="metrics, health, debug; 0 means free")
     otlp_endpoint: str | None = Field(None, description="OTLP/gRPC collector, host:port")
+    otlp_token_file: Path | None = Field(
+        None, description="file with a bearer token for the collector; mode 0600"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level")
     failpoints: str = Field("", description="tests only: name=action@count;...")
     allow_failpoints: bool = Field(False, description="tests and --chaos only")
@@ -55,6 +64,19 @@ class ProcessSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings, env_settings)
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """Mutual TLS on all internal links, or None: they are plain."""
+        cert, key, ca = self.tls_cert_file, self.tls_key_file, self.tls_ca_file
+        return TlsFiles(cert, key, ca) if cert and key and ca else None
+
+    @model_validator(mode="after")
+    def _tls_files_come_together(self) -> Self:
+        num_given = sum(map(bool, (self.tls_cert_file, self.tls_key_file, self.tls_ca_file)))
+        if num_given not in (0, 3):
+            raise ValueError("tls_cert_file, tls_key_file and tls_ca_file go together")
+        return self
 
     @model_validator(mode="after")
     def _failpoints_are_for_tests(self) -> Self:
@@ -93,10 +115,13 @@ class WorkerSettings(ProcessSettings):
     dtype: Literal["float32", "float16", "bfloat16"] = Field("float32", description="activations")
     kernels: Literal["auto", "torch", "triton"] = Field("auto", description="attention and friends")
     transport: Literal["auto", "shm", "tcp"] = Field("auto", description="KV hand-off")
+    insecure_transfer: bool = Field(
+        False, description="KV data port off loopback without TLS: who reads it, reads prompts"
+    )
     pool_dir: Path = Field(Path("/dev/shm"), description="where shm pools lie; a tmpfs")
     block_size: int = Field(16, ge=1, le=256, description="tokens a KV block")
     num_blocks: int | None = Field(None, ge=2, description="KV blocks, instead of a memory size")
-    kv_cache_memory_bytes: int = Field(1 << 30, ge=1 << 16, description="KV pool on a CPU")
+    kv_cache_memory_bytes: int = Field(1 << 29, ge=1 << 16, description="KV pool on a CPU")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the device")
     enable_prefix_caching: bool = Field(True, description="reuse blocks of equal prefixes")
     enable_chunked_prefill: bool = Field(True, description="split long prompts over steps")
@@ -165,6 +190,11 @@ def _from_yaml(kind: type[ProcessSettings], path: Path) -> dict[str, Any]:
         raise ConfigError("config", f"{path} must hold a mapping of settings")
     known = {k: v for k, v in content.items() if k in kind.model_fields}
     return known
+
+
+def read_token(path: Path | None, setting: str) -> str:
+    """Content of a secret file that is not required; empty where none is given."""
+    return "" if path is None else read_secret(path, setting)
 
 
 def read_secret(path: Path, setting: str) -> str:

@@ -30,6 +30,8 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 
 from common.bus import (
+    JOB_CONSUMER,
+    JOB_STREAM,
     JOB_SUBJECT,
     BusTimeout,
     Handler,
@@ -37,11 +39,11 @@ from common.bus import (
     Message,
 )
 from common.nats_calls import CALL_S, headers_of, mapped, need_size, read_credentials
+from common.nats_permissions import inbox_prefix
+from common.tls import TlsFiles
 
 log = logging.getLogger(__name__)
 
-STREAM = "BATON_PREFILL"
-CONSUMER = "any"
 # Jobs in the queue are those published and not yet accepted: a few a worker.
 MAX_QUEUED_JOBS = 1024
 _ACK_WAIT_S = 2.0
@@ -74,9 +76,17 @@ class NatsBus:
         self._errors: Counter[str] = Counter()
 
     @classmethod
-    async def connect(cls, url: str, credentials_file: Path | None, instance_id: str) -> Self:
+    async def connect(
+        cls,
+        url: str,
+        credentials_file: Path | None,
+        instance_id: str,
+        tls: TlsFiles | None = None,
+    ) -> Self:
         """Waits until a server is there. ``instance_id`` names the connection and its inboxes.
-        Raises ConfigError for a bad credentials file."""
+        With ``tls`` the handshake comes first (``handshake_first`` at the server): else whoever
+        stands in between could say that none is wanted, and be told the password. Raises
+        ConfigError for files that cannot be used."""
         user, password = read_credentials(credentials_file)
         bus = cls(
             {
@@ -84,7 +94,9 @@ class NatsBus:
                 "name": instance_id,
                 "user": user,
                 "password": password,
-                "inbox_prefix": f"_INBOX_{instance_id}",
+                "tls": tls.client_context() if tls is not None else None,
+                "tls_handshake_first": tls is not None,
+                "inbox_prefix": inbox_prefix(user or "anyone", instance_id),
                 "allow_reconnect": False,
                 "connect_timeout": 2,
                 "ping_interval": 1,
@@ -197,7 +209,7 @@ class NatsBus:
 
     async def _create_job_queue(self, max_age_s: float) -> None:
         stream = api.StreamConfig(
-            name=STREAM,
+            name=JOB_STREAM,
             subjects=[JOB_SUBJECT],
             retention=api.RetentionPolicy.WORK_QUEUE,
             storage=api.StorageType.MEMORY,
@@ -207,14 +219,14 @@ class NatsBus:
             duplicate_window=min(max_age_s, 120.0),
         )
         consumer = api.ConsumerConfig(
-            durable_name=CONSUMER,
+            durable_name=JOB_CONSUMER,
             ack_policy=api.AckPolicy.EXPLICIT,
             ack_wait=_ACK_WAIT_S,
         )
         while True:
             try:
                 await self._create_stream(stream)
-                await self._stream.add_consumer(STREAM, consumer)
+                await self._stream.add_consumer(JOB_STREAM, consumer)
                 return
             except (nats.js.errors.ServiceUnavailableError, nats.errors.NoRespondersError):
                 # JetStream of a server that has just started.
@@ -247,7 +259,7 @@ class NatsBus:
             return None
         try:
             if self._puller is None:
-                self._puller = await self._stream.pull_subscribe_bind(CONSUMER, STREAM)
+                self._puller = await self._stream.pull_subscribe_bind(JOB_CONSUMER, JOB_STREAM)
             return (await self._puller.fetch(1, timeout_s))[0]
         except TimeoutError:
             return None
@@ -274,15 +286,22 @@ class NatsBus:
 
     async def _open(self) -> None:
         """Connects a client and subscribes what was subscribed; tries for ever."""
+        told = False
         while True:
             client = nats.NATS()
             try:
                 await client.connect(**self._options, error_cb=self._on_error)
                 await self._subscribe_all(client)
-            except (OSError, TimeoutError, nats.errors.Error):
+            except (OSError, TimeoutError, nats.errors.Error) as error:
+                if not told:
+                    log.warning("cannot connect to NATS, trying on: %s", error or "no answer")
+                    told = True
                 await self._within(CALL_S, client.close())
                 await asyncio.sleep(random.uniform(*_RECONNECT_S))
                 continue
+            except asyncio.CancelledError:
+                await self._within(CALL_S, client.close())
+                raise
             self._client, self._stream, self._puller = client, client.jetstream(), None
             self._connected_since = asyncio.get_running_loop().time()
             self._link_up.set()

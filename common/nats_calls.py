@@ -26,7 +26,22 @@ _HEADER_FRAME_BYTES = 16
 
 
 async def mapped(work: Coroutine[Any, Any, Any], timeout_s: float = CALL_S) -> Any:
-    """``work``'s result, within ``timeout_s``, with the client's errors as ours."""
+    """``work``'s result, within ``timeout_s``, with the client's errors as ours.
+
+    Always ends a cancelled task: the client waits by `asyncio.wait_for`, which up to Python 3.11
+    forgets a cancel that comes in the same turn of the loop as the answer.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancels = task.cancelling()
+    try:
+        return await _mapped(work, timeout_s)
+    finally:
+        if task.cancelling() > num_cancels:
+            raise asyncio.CancelledError
+
+
+async def _mapped(work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
     try:
         async with asyncio.timeout(timeout_s):
             return await work

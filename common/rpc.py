@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from common.boundary import Boundary, TokenChannel, TokenCheck
 from common.errors import ConfigError
 from common.status import abort_with, to_baton_error
+from common.tls import TlsFiles
 
 __all__ = [
     "PUBLIC_CHANNEL_OPTIONS",
@@ -112,9 +113,16 @@ def make_public_server(max_message_bytes: int) -> aio.Server:
     )
 
 
-def bind(server: aio.Server, host: str, port: int) -> int:
-    """Listens on ``host:port`` (0: a free one) and returns the port. Raises ConfigError."""
+def bind(server: aio.Server, host: str, port: int, tls: TlsFiles | None = None) -> int:
+    """Listens on ``host:port`` (0: a free one) and returns the port. With ``tls`` only those who
+    show a certificate of the same authority get as far as a call. Raises ConfigError."""
+    credentials = None
+    if tls is not None:
+        cert, key, ca = tls.read()
+        credentials = grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
     try:
+        if credentials is not None:
+            return server.add_secure_port(endpoint(host, port), credentials)
         return server.add_insecure_port(endpoint(host, port))
     except RuntimeError:
         raise ConfigError("port", f"cannot listen on {endpoint(host, port)}") from None
@@ -124,10 +132,15 @@ def endpoint(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def make_internal_channel(target: str, token: str) -> aio.Channel:
-    """To one of our own processes; connects by itself, again and again."""
-    channel = aio.insecure_channel(target, options=(*_CLIENT, *_INTERNAL))
-    return TokenChannel(channel, token)
+def make_internal_channel(target: str, token: str, tls: TlsFiles | None = None) -> aio.Channel:
+    """To one of our own processes; connects by itself, again and again. With ``tls`` the token
+    goes only to who has a certificate for ``target``. Raises ConfigError."""
+    options = (*_CLIENT, *_INTERNAL)
+    if tls is None:
+        return TokenChannel(aio.insecure_channel(target, options=options), token)
+    cert, key, ca = tls.read()
+    credentials = grpc.ssl_channel_credentials(ca, key, cert)
+    return TokenChannel(aio.secure_channel(target, credentials, options=options), token)
 
 
 def make_public_channel(target: str) -> aio.Channel:

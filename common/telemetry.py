@@ -80,6 +80,7 @@ class Telemetry:
         instance_id: str,
         otlp_endpoint: str | None,
         clock: Callable[[], float] = time.monotonic,
+        otlp_token: str = "",
     ) -> None:
         self._clock = clock
         self._offset_ns = time.time_ns() - round(clock() * 1e9)
@@ -97,6 +98,7 @@ class Telemetry:
         exporter = OTLPSpanExporter(
             endpoint=otlp_endpoint,
             insecure=not otlp_endpoint.startswith("https://"),
+            headers=(("authorization", f"Bearer {otlp_token}"),) if otlp_token else None,
             timeout=_EXPORT_TIMEOUT_S,
         )
         self._provider.add_span_processor(

@@ -123,13 +123,15 @@ def logprobs_from_proto(
     messages: Iterable[inference.TokenLogprobs],
 ) -> tuple[TokenLogprobs, ...]:
     return tuple(
-        TokenLogprobs(
-            token_id=message.token_id,
-            logprob=message.logprob if message.HasField("logprob") else None,
-            rank=message.rank,
-            top=tuple((entry.token_id, entry.logprob) for entry in message.top),
-        )
-        for message in messages
+        [
+            TokenLogprobs(
+                token_id=message.token_id,
+                logprob=message.logprob if message.HasField("logprob") else None,
+                rank=message.rank,
+                top=tuple((entry.token_id, entry.logprob) for entry in message.top),
+            )
+            for message in messages
+        ]
     )
 
 

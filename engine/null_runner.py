@@ -65,7 +65,8 @@ class NullRunner:
                 last_id = row.token_ids[-1]
                 last_ids.append(self._sampled[row.seq_id] if last_id == IN_FLIGHT else last_id)
                 requests.append(row.sample)
-        sampled = iter(sample(self._logits[last_ids], requests) if requests else ())
+        logits = self._logits.index_select(0, torch.tensor(last_ids, dtype=torch.int64))
+        sampled = iter(sample(logits, requests) if requests else ())
         self._sampled = {}
         results = []
         for row in rows:

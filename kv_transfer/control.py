@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from common import rpc, wire
 from common.errors import BatonError, LayoutMismatch, PeerLost
+from common.tls import TlsFiles
 from common.types import Epoch, KVLayout, WorkerId
 from kv_transfer.base import (
     HostIdentity,
@@ -97,6 +98,7 @@ class GrpcKVControl:
         host: HostIdentity,
         token: str,
         protocol_version: int,
+        tls: TlsFiles | None = None,
     ) -> None:
         self._hello = wire.worker.HelloRequest(
             protocol_version=protocol_version,
@@ -106,6 +108,7 @@ class GrpcKVControl:
             host=_host_to_proto(host),
         )
         self._token = token
+        self._tls = tls
         self._channels: dict[str, rpc.Channel] = {}
 
     async def hello(self, endpoint: str) -> tuple[Peer, HostIdentity]:
@@ -168,7 +171,7 @@ class GrpcKVControl:
 
     def _stub(self, endpoint: str) -> "wire.worker_grpc.KVTransferServiceAsyncStub":
         if endpoint not in self._channels:
-            self._channels[endpoint] = rpc.make_internal_channel(endpoint, self._token)
+            self._channels[endpoint] = rpc.make_internal_channel(endpoint, self._token, self._tls)
         return wire.worker_grpc.KVTransferServiceStub(self._channels[endpoint])
 
 

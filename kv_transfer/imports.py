@@ -149,8 +149,9 @@ class Imports:
                 await self._links.forget(offer.worker_id, offer.epoch)
             raise
         self._num_fetches += 1
-        self._num_blocks[result.transport] += result.num_blocks
-        self._num_bytes[result.transport] += result.num_bytes
+        if result.num_blocks:  # else no transport was used
+            self._num_blocks[result.transport] += result.num_blocks
+            self._num_bytes[result.transport] += result.num_bytes
         return result
 
     async def _fetch(

@@ -156,9 +156,7 @@ class Jobs:
         outcome = await self._compute(job, deadline_s)
         if isinstance(outcome, SequenceOutput):
             spans.sampled(outcome.counts.cached)
-            await failpoints.hit_async("prefill.after_compute")
-            if outcome.held:
-                await self._offer(job, outcome, spans)
+            await self._offer(job, outcome, spans)
         if job.cancelled:
             self._release(job)
             self.counters.cancelled += 1
@@ -188,21 +186,24 @@ class Jobs:
         return outcome
 
     async def _offer(self, job: Job, output: SequenceOutput, spans: JobSpans) -> None:
-        """Puts the prompt's blocks under a lease, whose end gives them back to the engine."""
+        """Puts the prompt's blocks, if they are held, under a lease, whose end gives them back to
+        the engine."""
         spec = job.spec
         num_bytes = len(output.held) * self._facts.layout.block_bytes
 
         def give_back(_: LeaseEnd | None) -> None:
             self._tell(lambda engine: engine.release_lease(spec.seq_id))
 
-        with spans.offer(len(output.held), num_bytes):
-            try:
-                job.offer = await self._exports.offer(
-                    output.held, spec.num_tokens, spec.attempt, give_back
-                )
-            finally:
-                if job.offer is None:
-                    give_back(None)
+        try:
+            await failpoints.hit_async("prefill.after_compute")
+            if output.held:
+                with spans.offer(len(output.held), num_bytes):
+                    job.offer = await self._exports.offer(
+                        output.held, spec.num_tokens, spec.attempt, give_back
+                    )
+        finally:
+            if output.held and job.offer is None:
+                give_back(None)
 
     async def _answer(self, job: Job, outcome: Outcome) -> str | None:
         worker = self._facts.identity

@@ -21,23 +21,24 @@ async def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     """What a `baton up` leaves for the other commands, with one trace in it."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     run_dir = RunDir()
-    receiver = OtlpReceiver()
+    token = run_dir.token_file.read_text()
+    receiver = OtlpReceiver(token)
     endpoint = await receiver.start()
-    service = SupervisorServer(receiver, run_dir.token_file.read_text())
+    service = SupervisorServer(receiver, token)
     await service.start()
     state = RunState(1, "oracle", ("127.0.0.1:1",), service.address, str(run_dir.token_file), ())
     run_dir.save(state)
-    await _send_one_trace(endpoint)
+    await _send_one_trace(endpoint, token)
     yield run_dir
     await service.stop()
     await receiver.stop()
     run_dir.close()
 
 
-async def _send_one_trace(endpoint: str) -> None:
+async def _send_one_trace(endpoint: str, token: str) -> None:
     loop = asyncio.get_running_loop()
-    gateway = Telemetry("baton-gateway", "gw", endpoint, loop.time)
-    worker = Telemetry("baton-decode", "d1", endpoint, loop.time)
+    gateway = Telemetry("baton-gateway", "gw", endpoint, loop.time, token)
+    worker = Telemetry("baton-decode", "d1", endpoint, loop.time, token)
     root = gateway.start_span("request", attributes={REQUEST_ID: "r1"})
     with gateway.span("attempt", parent=root.carrier) as attempt:
         worker.record_span("fetch", 1.0, 1.25, attempt.carrier, {"baton.bytes": 4096})

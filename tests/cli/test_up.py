@@ -146,7 +146,7 @@ def test_no_secret_is_on_any_command_line(up: Up) -> None:
     secrets = [path.read_text().strip() for path in runtime.glob("baton/run-*/token")]
     credentials = runtime.glob("baton/run-*/nats/nats-*.json")
     secrets += [json.loads(path.read_text())["password"] for path in credentials]
-    assert len(secrets) == 3
+    assert len(secrets) == 4
     processes = psutil.Process(up.process.pid).children(recursive=True)
     lines = " ".join(" ".join(process.cmdline()) for process in processes)
     assert not [secret for secret in secrets if secret in lines]

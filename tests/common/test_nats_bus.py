@@ -24,7 +24,8 @@ from common.nats_server import NatsServer
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[NatsServer]:
-    with NatsServer(tmp_path / "nats") as running:
+    # The bus itself knows no roles; what they may is tested in test_nats_permissions.py.
+    with NatsServer(tmp_path / "nats", roles={"gateway": {}, "worker": {}}) as running:
         yield running
 
 

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from common.errors import ConfigError
-from common.nats_server import ROLES, NatsServer
+from common.nats_permissions import ROLES
+from common.nats_server import NatsServer
 
 
 def test_files_ports_and_command_line(tmp_path: Path) -> None:

@@ -4,16 +4,22 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
+import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 
 from cli.otlp import OtlpReceiver, TraceSpan, spans_of
+from common.rpc import bind, make_public_server
 from common.telemetry import Carrier, Telemetry, carrier_from, metadata_from, trace_id_of
+
+TOKEN = "the run's token"
 
 
 @pytest.fixture
 async def receiver() -> AsyncIterator[OtlpReceiver]:
-    running = OtlpReceiver()
+    running = OtlpReceiver(TOKEN)
     yield running
     await running.stop()
 
@@ -31,8 +37,8 @@ async def spans(receiver: OtlpReceiver, id_: str, num: int) -> dict[str, TraceSp
 
 async def test_one_tree_over_two_processes(receiver: OtlpReceiver) -> None:
     endpoint = await receiver.start()
-    gateway = Telemetry("baton-gateway", "gw-1", endpoint)
-    worker = Telemetry("baton-prefill", "p-1", endpoint)
+    gateway = Telemetry("baton-gateway", "gw-1", endpoint, otlp_token=TOKEN)
+    worker = Telemetry("baton-prefill", "p-1", endpoint, otlp_token=TOKEN)
     assert gateway.enabled
     with gateway.span("request", attributes={"baton.request_id": "r-7"}) as root:
         headers = {"Nats-Msg-Id": "x", **root.carrier}
@@ -59,7 +65,7 @@ async def test_one_tree_over_two_processes(receiver: OtlpReceiver) -> None:
 
 
 async def test_errors_cancels_and_ends(receiver: OtlpReceiver) -> None:
-    telemetry = Telemetry("baton-gateway", "gw-1", await receiver.start())
+    telemetry = Telemetry("baton-gateway", "gw-1", await receiver.start(), otlp_token=TOKEN)
     root = telemetry.start_span("root")
 
     async def work() -> None:
@@ -87,7 +93,7 @@ async def test_errors_cancels_and_ends(receiver: OtlpReceiver) -> None:
 
 async def test_recorded_spans_have_the_times_of_the_clock(receiver: OtlpReceiver) -> None:
     loop = asyncio.get_running_loop()
-    telemetry = Telemetry("baton-decode", "d-1", await receiver.start(), clock=loop.time)
+    telemetry = Telemetry("baton-decode", "d-1", await receiver.start(), loop.time, TOKEN)
     before = time.time_ns()
     end_s = loop.time()
     root = telemetry.record_span("step", end_s - 0.25, end_s, attributes={"num_sequences": 3})
@@ -121,7 +127,7 @@ async def test_without_an_endpoint_nothing_is_recorded_and_carriers_pass() -> No
 
 @pytest.mark.parametrize("value", ["", "00-zz-zz-01", "x" * 10_000, "00-" + "0" * 32])
 async def test_a_hostile_traceparent_starts_a_new_trace(receiver: OtlpReceiver, value: str) -> None:
-    telemetry = Telemetry("baton-gateway", "gw-1", await receiver.start())
+    telemetry = Telemetry("baton-gateway", "gw-1", await receiver.start(), otlp_token=TOKEN)
     carrier: Carrier = carrier_from([("Traceparent", value), ("tracestate", b"\xff")])
     with telemetry.span("request", parent=carrier, links=[carrier]) as span:
         pass
@@ -147,8 +153,8 @@ async def test_a_dead_collector_costs_two_seconds_at_the_end_and_nothing_before(
 
 
 async def test_the_receiver_forgets_the_oldest() -> None:
-    receiver = OtlpReceiver(max_traces=3)
-    telemetry = Telemetry("baton-gateway", "gw-1", await receiver.start())
+    receiver = OtlpReceiver(TOKEN, max_traces=3)
+    telemetry = Telemetry("baton-gateway", "gw-1", await receiver.start(), otlp_token=TOKEN)
     ids = []
     for i in range(5):
         with telemetry.span("request", attributes={"baton.request_id": f"r{i}"}) as span:
@@ -163,8 +169,8 @@ async def test_the_receiver_forgets_the_oldest() -> None:
 
 
 async def test_the_receiver_is_bounded_by_bytes() -> None:
-    receiver = OtlpReceiver(max_bytes=20_000)
-    telemetry = Telemetry("baton-gateway", "gw-1", await receiver.start())
+    receiver = OtlpReceiver(TOKEN, max_bytes=20_000)
+    telemetry = Telemetry("baton-gateway", "gw-1", await receiver.start(), otlp_token=TOKEN)
     for _ in range(50):
         with telemetry.span("request", attributes={"text": "x" * 1000}):
             pass
@@ -174,12 +180,47 @@ async def test_the_receiver_is_bounded_by_bytes() -> None:
     await receiver.stop()
 
 
-async def test_the_receiver_forwards(receiver: OtlpReceiver) -> None:
-    other = OtlpReceiver(forward_to=await receiver.start())
-    telemetry = Telemetry("baton-gateway", "gw-1", await other.start())
+async def test_the_receiver_forwards() -> None:
+    """To a collector, which is not told our token."""
+    collector = make_public_server(1 << 20)
+    exported: list[service.ExportTraceServiceRequest] = []
+
+    async def export(
+        request: service.ExportTraceServiceRequest, context: Any
+    ) -> service.ExportTraceServiceResponse:
+        assert "authorization" not in dict(context.invocation_metadata())
+        exported.append(request)
+        return service.ExportTraceServiceResponse()
+
+    handler = grpc.unary_unary_rpc_method_handler(
+        export,
+        request_deserializer=service.ExportTraceServiceRequest.FromString,
+        response_serializer=service.ExportTraceServiceResponse.SerializeToString,
+    )
+    name = service.DESCRIPTOR.services_by_name["TraceService"].full_name
+    collector.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(name, {"Export": handler}),)
+    )
+    port = bind(collector, "127.0.0.1", 0)
+    await collector.start()
+    other = OtlpReceiver(TOKEN, forward_to=f"127.0.0.1:{port}")
+    telemetry = Telemetry("baton-gateway", "gw-1", await other.start(), otlp_token=TOKEN)
     with telemetry.span("request") as span:
         pass
-    await spans(receiver, span.trace_id, 1)
+    await spans(other, span.trace_id, 1)
     await telemetry.shutdown()
     await other.stop()
     assert other.statistics().num_forwarded >= 1
+    parts = [part.SerializeToString() for r in exported for part in r.resource_spans]
+    assert [found.name for found in spans_of(parts)] == ["request"]
+    await collector.stop(0)
+
+
+async def test_a_stranger_sends_no_spans(receiver: OtlpReceiver) -> None:
+    endpoint = await receiver.start()
+    for token in ("", "another token"):
+        telemetry = Telemetry("baton-gateway", "gw-1", endpoint, otlp_token=token)
+        with telemetry.span("request"):
+            pass
+        await telemetry.shutdown()
+    assert receiver.statistics().num_traces == 0

@@ -23,17 +23,15 @@ from common.wire import inference_grpc
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NUM_CANCELS = 300
-AT_ONCE = 8
-STEP_S = 0.02
+AT_ONCE = 12
+STEP_S = 0.01
 # One that is called for each block or step takes its time each time.
 BRIEF = {"decode.copy_block", "prefill.chunk", "decode.before_send", "decode.after_send"}
 SLOW_STEPS = sorted(FAILPOINTS.keys() - BRIEF - {"transfer.corrupt_block", "worker.report"})
 FLAGS = [
     *("--num-blocks", "64", "--step-delay-ms", "1", "--lease-s", "3"),
     *("--max-num-batched-tokens", "64", "--allow-failpoints", "--failpoints"),
-    ";".join(
-        [*(f"{name}=sleep:{STEP_S}" for name in SLOW_STEPS), "decode.copy_block=sleep:0.005"]
-    ),
+    ";".join([*(f"{name}=sleep:{STEP_S}" for name in SLOW_STEPS), "decode.copy_block=sleep:0.005"]),
 ]
 
 
@@ -56,7 +54,7 @@ async def test_more_cancels(cluster: Cluster, seed: int) -> None:
 
 async def _cancel_many(cluster: Cluster, seed: int, num_cancels: int) -> None:
     rng = random.Random(seed)
-    cases = make_cases(seed, num_cancels + AT_ONCE, prompt_tokens=(1, 300), max_tokens=(50, 200))
+    cases = make_cases(seed, num_cancels + AT_ONCE, prompt_tokens=(1, 300), max_tokens=(20, 80))
     gate = asyncio.Semaphore(AT_ONCE)
     async with BatonClient(cluster.grpc) as client:
         # How long a request takes among others decides how late the latest cancel comes.

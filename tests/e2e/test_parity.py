@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from support.answers import Answer, answer_of
+from support.answers import answer_of
 from support.cluster import Cluster
 from support.parity import Golden, ParityCheck, load_goldens
 
@@ -29,23 +29,29 @@ def shortened(golden: Golden, num_tokens: int) -> Golden:
     )
 
 
-async def generate(client: BatonClient, golden: Golden, start: int) -> Answer:
+async def generate(client: BatonClient, golden: Golden, start: int, salt: str) -> list[int]:
     """What follows the golden's first tokens. Greedy decoding knows no difference between prompt
     and output, so those are simply sent as prompt."""
     prompt_ids = [*golden.prompt_ids, *golden.token_ids[:start]]
     sampling = Sampling(max_tokens=golden.num_after(start), temperature=0.0, ignore_eos=True)
-    answer = await answer_of(client, prompt_ids, sampling)
+    answer = await answer_of(client, prompt_ids, sampling, salt)
     assert answer.complete.attempts == 1
-    return answer
+    if start == 0:
+        usage = answer.complete.usage
+        assert usage.prefill_computed == usage.decode_transferred == len(prompt_ids)
+    return answer.token_ids
 
 
 async def compare(client: BatonClient, goldens: Sequence[Golden], at_once: bool) -> None:
+    """Each prompt with a salt of its own, so that all of its KV is computed and handed over."""
     check = ParityCheck()
 
     async def one(golden: Golden) -> None:
         start: int | None = 0
+        salt = f"{golden.name} {len(golden.token_ids)} {at_once}"
         while start is not None:
-            start = check.compare(golden, (await generate(client, golden, start)).token_ids, start)
+            token_ids = await generate(client, golden, start, salt)
+            start = check.compare(golden, token_ids, start)
 
     if at_once:
         await asyncio.gather(*map(one, goldens))
@@ -55,11 +61,12 @@ async def compare(client: BatonClient, goldens: Sequence[Golden], at_once: bool)
     check.finish()
 
 
-async def moved_bytes(client: BatonClient) -> dict[str, dict[str, int]]:
-    """By role and transport."""
+async def assert_two_processes_and_shm(client: BatonClient) -> None:
     workers = (await client.list_workers()).workers
-    assert len({worker.pid for worker in workers}) == len(workers) == 2
-    return {worker.role: dict(worker.bytes_moved) for worker in workers}
+    assert sorted(worker.role for worker in workers) == ["decode", "prefill"]
+    assert len({worker.pid for worker in workers}) == 2
+    for worker in workers:
+        assert dict(worker.bytes_moved).keys() == {"shm"} and worker.bytes_moved["shm"] > 0
 
 
 @pytest.mark.timeout(300)
@@ -68,8 +75,7 @@ async def test_quick_goldens_one_by_one_and_all_at_once(smollm2: Cluster) -> Non
     async with BatonClient(smollm2.grpc) as client:
         await compare(client, goldens, at_once=False)
         await compare(client, goldens, at_once=True)
-        for by_transport in (await moved_bytes(client)).values():
-            assert by_transport.keys() == {"shm"} and by_transport["shm"] > 0
+        await assert_two_processes_and_shm(client)
 
 
 @pytest.mark.full

@@ -81,6 +81,7 @@ async def nothing_to_copy_gives_the_lease_back(backend: str, folder: Path) -> No
     async with open_rig(backend, folder) as rig:
         result = await rig.imports.fetch(await rig.offer([1, 2]), [])
         assert result.num_blocks == 0
+        assert rig.imports.statistics().num_bytes == {}  # by no transport
         assert [end.state for end in rig.ends] == [LeaseState.RELEASED]
         rig.require_untouched()
 

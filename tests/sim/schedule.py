@@ -82,8 +82,8 @@ async def _run(rng: random.Random, cluster: SimCluster) -> None:
             *(_client(rng, rng.choice(cluster.gateways)[1], request) for request in requests)
         )
         await chaos
-        # A link that breaks, or reports that are lost in a row, look like a worker that died; two of
-        # those end a request.
+        # A link that breaks, or reports that are lost in a row, look like a worker that died; two
+        # of those end a request.
         may_be_poison = cluster.num_breaks >= 2 or cluster.network.faults.lose > 0.1
         for request, outcome in zip(requests, outcomes, strict=True):
             _judge(request, outcome, may_be_poison)

@@ -24,11 +24,11 @@ class Answer:
 
 
 async def answers_of(
-    client: BatonClient, prompt: Prompt, sampling: Sampling, n: int = 1
+    client: BatonClient, prompt: Prompt, sampling: Sampling, n: int = 1, cache_salt: str = ""
 ) -> list[Answer]:
     """One answer a choice; each index once, and exactly one end."""
     answers = [Answer() for _ in range(n)]
-    async for chunk in client.generate(prompt, sampling, n=n):
+    async for chunk in client.generate(prompt, sampling, n=n, cache_salt=cache_salt):
         answer = answers[chunk.choice]
         assert answer.completion is None, "something came after the end"
         if chunk.token_ids:
@@ -43,8 +43,10 @@ async def answers_of(
     return answers
 
 
-async def answer_of(client: BatonClient, prompt: Prompt, sampling: Sampling) -> Answer:
-    (answer,) = await answers_of(client, prompt, sampling)
+async def answer_of(
+    client: BatonClient, prompt: Prompt, sampling: Sampling, cache_salt: str = ""
+) -> Answer:
+    (answer,) = await answers_of(client, prompt, sampling, cache_salt=cache_salt)
     return answer
 
 

@@ -12,13 +12,16 @@ import signal
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from cli.readiness import wait_until_ready
+from common.config import read_secret
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 90.0
@@ -98,64 +101,78 @@ class Cluster:
                 kv = await self.ledger(process)
                 counts = kv["ledger"]["counts"]
                 assert sum(counts.values()) == 2 * counts["total"], f"{process.id}: {counts}"
-                found += [f"{k} {counts[k]}" for k in ("in_use", "leased", "importing") if counts[k]]
+                found += [
+                    f"{k} {counts[k]}" for k in ("in_use", "leased", "importing") if counts[k]
+                ]
             held += [f"{process.id}: {what}" for what in found]
         return held
 
     async def until_clean(self, timeout_s: float = 10.0) -> None:
         """Until nobody holds anything."""
-        held = ["not asked"]
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while held := await self.held():
-                    await asyncio.sleep(_POLL_S)
-        assert not held, f"after {timeout_s:g} s still held: {held}"
+        deadline_s = time.monotonic() + timeout_s
+        while held := await self.held():
+            assert time.monotonic() < deadline_s, f"after {timeout_s:g} s still held: {held}"
+            await asyncio.sleep(_POLL_S)
 
-    async def until_back(self, replaced: Sequence[Process], timeout_s: float = START_S) -> None:
-        """Until `baton up` has started the successors of these killed processes, and a gateway
-        knows them."""
-        gone = {process.pid for process in replaced}
-        async with asyncio.timeout(timeout_s):
-            while gone & {process.pid for process in self.processes}:
-                await asyncio.sleep(_POLL_S)
-            expected = {
-                role: len(self.of_role(role)) for role in ("prefill", "decode")
-            }
-            for gateway in self.of_role("gateway"):
-                while await self._known(gateway) != expected:
-                    await asyncio.sleep(_POLL_S)
+    async def until_back(self, replaced: Process) -> None:
+        """Until `baton up` has started the successor of this killed process, and all gateways know
+        all processes."""
 
-    async def _known(self, gateway: Process) -> dict[str, int]:
-        statistics = await self.debug(gateway, "gateway")
-        return {
-            "prefill": statistics["num_prefill_workers"],
-            "decode": statistics["num_decode_links"],
-        }
+        async def is_replaced() -> bool:
+            return replaced.pid not in {process.pid for process in self.processes}
+
+        await until(is_replaced, START_S)
+        for gateway in self.of_role("gateway"):
+            await self._until_known(gateway, {worker.id for worker in self.workers})
+
+    async def _until_known(self, gateway: Process, worker_ids: set[str]) -> None:
+        """Until the gateway has these workers, and a stream to every decode worker that it has."""
+
+        async def is_linked() -> bool:
+            statistics = await self.debug(gateway, "gateway")
+            return bool(statistics["num_decode_links"] == statistics["num_decode_workers"])
+
+        await wait_until_ready(gateway.grpc, worker_ids)
+        await until(is_linked, START_S)
 
     # ------------------------------------------------------------ one process more
 
     @asynccontextmanager
-    async def another(self, role: str, *flags: str) -> AsyncIterator[Process]:
-        """One more worker, started as `baton up` starts them but with these flags on top, and not
-        started again when it dies. Ends it with SIGKILL if it is still there."""
+    async def another(self, role: str, *flags: str, joins: bool = True) -> AsyncIterator[Process]:
+        """One more worker that all gateways know (unless it is not to join them), started as
+        `baton up` starts them but with these flags on top, and not started again when it dies.
+        Ends it with SIGKILL if it is still there."""
         model = psutil.Process(self.of_role(role)[0].pid)
-        process = await asyncio.create_subprocess_exec(
-            *model.cmdline(), *flags,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=self.log.with_name(f"another-{role}-{time.monotonic_ns()}.log").open("wb"),
-            cwd=REPOSITORY,
-            env=model.environ(),
-        )  # fmt: skip
+        with self.log.with_name(f"another-{role}-{time.monotonic_ns()}.log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *model.cmdline(), *flags,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                cwd=REPOSITORY,
+                env=model.environ(),
+            )  # fmt: skip
         try:
             assert process.stdout is not None
             async with asyncio.timeout(START_S):
                 ready = json.loads(await process.stdout.readline())
             del ready["ready"]
+            for gateway in self.of_role("gateway") if joins else ():
+                await self._until_known(gateway, {ready["id"]})
             yield Process(**ready)
         finally:
             with suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+            # The next worker to start would remove it; here there may be none.
+            for pool_file in self.pool_dir.glob(f"*-{ready['id']}-*"):
+                pool_file.unlink()
+
+
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < deadline_s, "it did not come true"
+        await asyncio.sleep(_POLL_S)
 
 
 def _busy(statistics: dict[str, Any], prefix: str = "") -> list[str]:
@@ -183,6 +200,7 @@ async def baton_up(
     model: str = "oracle",
     flags: Sequence[str] = (),
     env: dict[str, str] | None = None,
+    allow_tracebacks: bool = False,
 ) -> AsyncIterator[Cluster]:
     pool_dir = Path("/dev/shm") / f"baton-test-{os.getpid()}-{time.monotonic_ns()}"
     pool_dir.mkdir(mode=0o700)
@@ -201,13 +219,11 @@ async def baton_up(
             env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), **(env or {})},
         )
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(_stop, process, pool_dir, tmp_path)
+        stack.push_async_callback(_stop, process, pool_dir, tmp_path, allow_tracebacks)
         yield await _ready(process, pool_dir, tmp_path)
 
 
-async def _ready(
-    process: asyncio.subprocess.Process, pool_dir: Path, tmp_path: Path
-) -> Cluster:
+async def _ready(process: asyncio.subprocess.Process, pool_dir: Path, tmp_path: Path) -> Cluster:
     assert process.stdout is not None
     log = tmp_path / "up.log"
     async with asyncio.timeout(START_S):
@@ -226,12 +242,14 @@ async def _ready(
         gateways=list(state["grpc"]),
         state_file=state_file,
         pool_dir=pool_dir,
-        token=Path(state["token_file"]).read_text().strip(),
+        token=read_secret(Path(state["token_file"]), "token_file"),
         log=log,
     )
 
 
-async def _stop(process: asyncio.subprocess.Process, pool_dir: Path, log_dir: Path) -> None:
+async def _stop(
+    process: asyncio.subprocess.Process, pool_dir: Path, log_dir: Path, allow_tracebacks: bool
+) -> None:
     children = []
     if process.returncode is None:
         children = psutil.Process(process.pid).children(recursive=True)
@@ -245,14 +263,23 @@ async def _stop(process: asyncio.subprocess.Process, pool_dir: Path, log_dir: Pa
     left = [child for child in children if child.is_running()]
     for child in left:
         child.kill()
-    files = sorted(path.name for path in pool_dir.iterdir())
-    for path in pool_dir.iterdir():
-        path.unlink()
-    pool_dir.rmdir()
-    logs = {path.name: path.read_text(errors="replace") for path in log_dir.glob("*.log")}
+    files, logs = _removed(pool_dir), _logs(log_dir)
     assert status == 0, f"baton up ended with {status}:\n{logs['up.log'][-4000:]}"
     assert not left, f"processes left behind: {left}"
     assert not files, f"pool files left behind: {files}"
     for name, text in logs.items():
         _, found, traceback = text.partition("Traceback")
-        assert not found, f"{name}:\nTraceback{traceback[:6000]}"
+        assert allow_tracebacks or not found, f"{name}:\nTraceback{traceback[:6000]}"
+
+
+def _removed(folder: Path) -> list[str]:
+    """Removes the folder; returns the names of the files that were in it."""
+    paths = list(folder.iterdir())
+    for path in paths:
+        path.unlink()
+    folder.rmdir()
+    return sorted(path.name for path in paths)
+
+
+def _logs(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text(errors="replace") for path in folder.glob("*.log")}

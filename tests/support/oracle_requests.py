@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from common.client import BatonClient, Completion, Sampling
 from common.types import FinishReason, SamplingParams, TokenId
@@ -73,7 +74,7 @@ class Answer:
     def longest_pause_s(self) -> float:
         """Between two messages, or before the first."""
         times = [self.started_s, *self.arrivals_s]
-        return max(after - before for before, after in zip(times, times[1:], strict=False))
+        return max(after - before for before, after in pairwise(times))
 
     def assert_right(self) -> None:
         """The right ids, each index once, and exactly one end."""
@@ -106,5 +107,3 @@ async def ask(client: BatonClient, case: Case, on_tokens: OnTokens = lambda _: N
 async def ask_all(client: BatonClient, cases: Sequence[Case]) -> list[Answer]:
     """All at once."""
     return list(await asyncio.gather(*(ask(client, case) for case in cases)))
-
-

@@ -155,8 +155,12 @@ async def open_rig(folder: Path) -> AsyncIterator[Rig]:
         transfers.close()
 
 
+OTLP_TOKEN = "a token"
+
+
 def telemetry(otlp_endpoint: str | None = None) -> Telemetry:
-    return Telemetry("test", "test", otlp_endpoint, asyncio.get_running_loop().time)
+    clock = asyncio.get_running_loop().time
+    return Telemetry("test", "test", otlp_endpoint, clock, OTLP_TOKEN)
 
 
 class AttemptSpan:

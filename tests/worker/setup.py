@@ -64,7 +64,7 @@ async def open_setup(
     **fields: object,
 ) -> AsyncIterator[Setup]:
     ours = await NatsBus.connect(nats.url, nats.credentials_file("gateway"), "gw-1")
-    theirs = await NatsBus.connect(nats.url, nats.credentials_file("worker"), "prefill-1")
+    theirs = await NatsBus.connect(nats.url, nats.credentials_file("prefill"), "prefill-1")
     try:
         async with open_rig(folder) as rig:
             side = make_side(prefill_settings(**fields), Role.PREFILL, 11, folder)

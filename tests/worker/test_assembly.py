@@ -33,14 +33,14 @@ def test_the_pool_is_the_blocks_asked_for_and_the_null_block(tmp_path: Path) -> 
 
 def test_a_memory_size_is_divided_into_blocks(tmp_path: Path) -> None:
     made = settings(tmp_path, num_blocks=None, kv_cache_memory_bytes=1 << 16)
-    layout = model_facts(made).layout
-    assert num_pool_blocks(made, layout) == (1 << 16) // layout.block_bytes - 1
+    model = model_facts(made)
+    assert num_pool_blocks(made, model) == (1 << 16) // model.layout.block_bytes - 1
 
 
 @pytest.mark.parametrize(
     ("fields", "setting", "says"),
     [
-        ({"num_blocks": 1 << 40}, "num_blocks", "are available"),
+        ({"num_blocks": 1 << 40}, "num_blocks", "bytes"),
         ({"device": "cuda"}, "device", "only cpu"),
     ],
 )
@@ -56,9 +56,19 @@ def test_what_cannot_be_is_refused_with_the_arithmetic(
 
 def test_a_memory_size_that_holds_no_two_blocks(tmp_path: Path) -> None:
     made = settings(tmp_path, num_blocks=None, kv_cache_memory_bytes=1 << 16)
-    layout = replace(model_facts(made).layout, num_layers=30, num_kv_heads=3, head_size=64)
+    model = model_facts(made)
+    layout = replace(model.layout, num_layers=30, num_kv_heads=3, head_size=64)
     with pytest.raises(ConfigError, match="are the least"):
-        num_pool_blocks(made, layout)
+        num_pool_blocks(made, replace(model, layout=layout))
+
+
+def test_weights_count_against_the_memory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = settings(tmp_path, num_blocks=None, kv_cache_memory_bytes=1 << 16)
+    monkeypatch.setattr("worker.model._weight_bytes", lambda model: 1 << 50)
+    with pytest.raises(ConfigError, match="bytes of weights"):
+        num_pool_blocks(made, model_facts(made))
 
 
 def test_a_folder_that_is_no_entry(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from common.bus import (
     worker_cancel_subject,
     worker_job_subject,
 )
+from common.nats_bus import NatsBus
 from common.nats_server import NatsServer
 from common.wire import worker as wire
 from kv_transfer.lease import LeaseVerdict
@@ -286,9 +287,11 @@ async def test_drain_finishes_owned_jobs_and_takes_no_more(
         setup.release(ticket.result.offer)
         await setup.worker.serve_offers()
         assert [a.request_id for a in setup.gateway.accepts] == ["r"]
-        job = await setup.bus.fetch_job(3)
+        other = await NatsBus.connect(nats.url, nats.credentials_file("prefill"), "prefill-2")
+        job = await other.fetch_job(3)
         assert job is not None
         await job.ack()
+        await other.close()
 
 
 async def test_drain_hands_back_what_is_left(nats: NatsServer, tmp_path: Path) -> None:

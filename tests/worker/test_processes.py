@@ -63,7 +63,7 @@ async def spawned(
     pool_dir.mkdir(exist_ok=True)
     values = {
         "nats_url": nats.url,
-        "nats_credentials_file": nats.credentials_file("worker"),
+        "nats_credentials_file": nats.credentials_file(role),
         "token_file": token_file,
         "pool_dir": pool_dir,
         "worker_id": f"{role}-1",

@@ -1,0 +1,26 @@
+"""What a process does once it is ready."""
+
+import gc
+import json
+import os
+import sys
+
+
+def announce(instance_id: str, role: str, grpc: str, admin: str) -> None:
+    """Prints the one line on stdout that says so.
+
+    What start-up made lives as long as the process, so garbage collections leave it out from now
+    on: each would look through all of it, and no token moves meanwhile (50 to 150 ms).
+    """
+    gc.collect()
+    gc.freeze()
+    line = {
+        "ready": True,
+        "id": instance_id,
+        "role": role,
+        "grpc": grpc,
+        "admin": admin,
+        "pid": os.getpid(),
+    }
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
