@@ -32,11 +32,16 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
+# Whole set-ups and the simulation take both cores by themselves; all else shares them.
+TOGETHER := --ignore tests/e2e --ignore tests/sim -n 2 --dist loadfile
+
 test: install
-	$(BIN)/python -m pytest -m "not full and not gpu"
+	$(BIN)/python -m pytest -m "not full and not gpu" $(TOGETHER)
+	$(BIN)/python -m pytest -m "not full and not gpu" tests/sim tests/e2e
 
 test-full: install
-	$(BIN)/python -m pytest -m "full and not gpu"
+	$(BIN)/python -m pytest -m "full and not gpu" $(TOGETHER)
+	$(BIN)/python -m pytest -m "full and not gpu" tests/e2e tests/sim
 
 clean:
 	rm -rf .venv baton build dist .mypy_cache .ruff_cache .pytest_cache

@@ -13,7 +13,6 @@ from engine.engine import Engine
 from engine.loop import EngineRuntime
 from engine.statistics import EngineStatistics
 
-
 _NUM_STEPS = 2048
 
 

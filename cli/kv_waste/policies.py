@@ -153,7 +153,7 @@ class Paged(Policy):
         return -(-num_tokens // self.block_size)
 
     def _take(self, num_blocks: int, is_alone: bool) -> list[int] | None:
-        if not is_alone and num_blocks > self.pool.num_free_blocks:
+        if not is_alone and num_blocks >= self.pool.num_free_blocks:
             return None
         return self.pool.allocate(num_blocks)
 

@@ -25,11 +25,18 @@ from common.wire import inference_grpc
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BUDGET_S = 15.0
-NUM_CLIENTS = 6
+POLL_S = 0.05
+NUM_CLIENTS = 4
+# Between two requests of a client; the right answers take time to compute, too.
+PAUSE_S = 0.2
 FLAGS = [
     *("--num-blocks", "256", "--step-delay-ms", "2", "--lease-s", "3"),
     *("--drain-budget-s", str(BUDGET_S)),
 ]
+
+
+# A worker on which a request of 500 tokens lasts for seconds.
+SLOW = ("--step-delay-ms", "20")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -49,14 +56,14 @@ class Load:
     async def until_more(self, num_answers: int) -> None:
         wanted = len(self.answers) + num_answers
         async with asyncio.timeout(60):
-            while len(self.answers) < wanted:  # noqa: ASYNC110 - a test may poll
-                await asyncio.sleep(0.05)
+            while len(self.answers) < wanted:
+                await asyncio.sleep(POLL_S)
 
 
 @asynccontextmanager
 async def load_on(cluster: Cluster) -> AsyncIterator[Load]:
     load, stopping = Load(cluster), asyncio.Event()
-    cases = iter(make_cases(7, 10_000, prompt_tokens=(1, 200), max_tokens=(10, 120)))
+    cases = iter(make_cases(7, 10_000, prompt_tokens=(1, 200), max_tokens=(10, 80)))
 
     async def client_loop() -> None:
         async with BatonClient(cluster.grpc) as client:
@@ -64,6 +71,7 @@ async def load_on(cluster: Cluster) -> AsyncIterator[Load]:
                 answer = await ask(client, next(cases))
                 answer.assert_right()
                 load.answers.append(answer)
+                await asyncio.sleep(PAUSE_S)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(NUM_CLIENTS):
@@ -77,14 +85,14 @@ async def gone(process: Process, timeout_s: float) -> None:
     """Until the process has ended, and its pool with it."""
     async with asyncio.timeout(timeout_s):
         while psutil.pid_exists(process.pid):
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(POLL_S)
 
 
 async def test_rolling_sigterm_of_every_worker(cluster: Cluster) -> None:
     before = cluster.log.read_text()
     async with load_on(cluster) as load:
         for pair in zip(cluster.of_role("prefill"), cluster.of_role("decode"), strict=True):
-            await load.until_more(5)
+            await load.until_more(3)
             for worker in pair:
                 worker.kill(signal.SIGTERM)
             for worker in pair:
@@ -113,7 +121,7 @@ async def test_scale_under_load(cluster: Cluster) -> None:
             "decode": 3,
         }
         (newcomer,) = [worker for worker in cluster.workers if worker.id == started]
-        await load.until_more(20)
+        await load.until_more(10)
         assert (await cluster.debug(newcomer, "statistics"))["engine"]["num_steps"] > 0
         change = await scale(cluster, "prefill=2", "decode=2")
         assert len(change["started"]) == 1 and change["drained"] == [started]
@@ -160,7 +168,7 @@ async def baton(cluster: Cluster, *arguments: str) -> tuple[int, str, str]:
 
 async def test_what_does_not_finish_is_handed_over(cluster: Cluster) -> None:
     """A drain budget much shorter than the requests: they go on elsewhere, none is lost."""
-    async with cluster.another("decode", "--drain-budget-s", "2") as worker:
+    async with cluster.another("decode", "--drain-budget-s", "1", *SLOW) as worker:
         async with long_requests_on(cluster, worker) as answers:
             worker.kill(signal.SIGTERM)
             await gone_or_zombie(worker, 4)
@@ -169,14 +177,13 @@ async def test_what_does_not_finish_is_handed_over(cluster: Cluster) -> None:
 
 
 async def test_a_second_signal_ends_a_worker_at_once(cluster: Cluster) -> None:
-    async with cluster.another("decode") as worker:
-        async with long_requests_on(cluster, worker):
-            worker.kill(signal.SIGTERM)
-            await asyncio.sleep(0.5)
-            assert psutil.Process(worker.pid).status() != psutil.STATUS_ZOMBIE
-            worker.kill(signal.SIGTERM)
-            await gone_or_zombie(worker, 1)
-            assert not list(cluster.pool_dir.glob(f"*{worker.id}*"))
+    async with cluster.another("decode", *SLOW) as worker, long_requests_on(cluster, worker):
+        worker.kill(signal.SIGTERM)
+        await asyncio.sleep(0.5)
+        assert psutil.Process(worker.pid).status() != psutil.STATUS_ZOMBIE
+        worker.kill(signal.SIGTERM)
+        await gone_or_zombie(worker, 1)
+        assert not list(cluster.pool_dir.glob(f"*{worker.id}*"))
     await cluster.until_clean()
 
 
@@ -187,26 +194,25 @@ async def gone_or_zombie(worker: Process, timeout_s: float) -> None:
             psutil.pid_exists(worker.pid)
             and psutil.Process(worker.pid).status() != psutil.STATUS_ZOMBIE
         ):
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(POLL_S)
 
 
 @asynccontextmanager
 async def long_requests_on(cluster: Cluster, worker: Process) -> AsyncIterator[list[Answer]]:
     """Long requests, some of them running on ``worker``. On leaving all have ended right."""
-    cases = make_cases(9, 9, prompt_tokens=(20, 60), max_tokens=(1200, 1200))
+    cases = make_cases(9, 6, prompt_tokens=(20, 60), max_tokens=(500, 500))
     answers: list[Answer] = []
 
     async def run(client: BatonClient, case: Case) -> None:
         answers.append(await ask(client, case))
 
-    async with BatonClient(cluster.grpc) as client:
-        async with asyncio.TaskGroup() as group:
-            for case in cases:
-                group.create_task(run(client, case))
-            async with asyncio.timeout(30):
-                while not await running_on(cluster, worker):
-                    await asyncio.sleep(0.05)
-            yield answers
+    async with BatonClient(cluster.grpc) as client, asyncio.TaskGroup() as group:
+        for case in cases:
+            group.create_task(run(client, case))
+        async with asyncio.timeout(30):
+            while not await running_on(cluster, worker):
+                await asyncio.sleep(POLL_S)
+        yield answers
     for answer in answers:
         answer.assert_right()
 

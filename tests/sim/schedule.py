@@ -97,7 +97,7 @@ async def _run(rng: random.Random, cluster: SimCluster) -> None:
 
 async def _until_ready(cluster: SimCluster) -> None:
     for _, gateway in cluster.gateways:
-        while not gateway.ready:  # noqa: ASYNC110 - nobody announces it
+        while not gateway.ready:
             await asyncio.sleep(0.05)
 
 
