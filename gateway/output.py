@@ -40,10 +40,14 @@ class Output:
         self._taken = asyncio.Event()
 
     def push(self, arrival: Arrival) -> Finish | None:
-        """Adds tokens; the Finish when one of them ended the output. Nothing may follow it.
+        """Adds tokens; the Finish when one of them ended the output. Nothing may follow it. The
+        text of a stop token is shown no more than that of a stop string, as in vLLM.
         Raises RequestCancelled when the client has stopped reading."""
-        released = self._detokenizer.push(arrival.token_ids)
-        used, text, finish = released.num_tokens, released.text, None
+        hides_last = arrival.matched_token_id is not None and not self._request.include_stop
+        shown = arrival.token_ids[:-1] if hides_last else arrival.token_ids
+        released = self._detokenizer.push(shown)
+        text, finish = released.text, None
+        used = released.num_tokens if released.stop is not None else len(arrival.token_ids)
         self._num_tokens += used
         if released.stop is not None:
             finish = Finish(FinishReason.STOP, self._num_tokens, None, released.stop)
