@@ -38,14 +38,14 @@ def scale(
     as_json: Annotated[bool, typer.Option("--json", help="one line when done")] = False,
 ) -> None:
     """Add workers to a running `baton up`, or drain some: no request fails by it."""
-    done = asyncio.run(_scale(_parsed(sizes), Console(stderr=True, highlight=False, quiet=as_json)))
+    done = asyncio.run(_scale(parsed(sizes), Console(stderr=True, highlight=False, quiet=as_json)))
     if as_json:
         print_json({"started": done["started"], "drained": done["drained"]})
     elif not done:
         Console(highlight=False).print("the pools have these sizes already")
 
 
-def _parsed(sizes: list[str]) -> wire.ScaleRequest:
+def parsed(sizes: list[str]) -> wire.ScaleRequest:
     request = wire.ScaleRequest()
     for size in sizes:
         pool, _, count = size.partition("=")

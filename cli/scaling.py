@@ -72,7 +72,7 @@ class Scaler:
         leaving = [child for pool in SCALABLE for child in pools[pool][sizes[pool] :]]
         missing = [pool for pool in SCALABLE for _ in range(sizes[pool] - len(pools[pool]))]
         staying = [child for child in children if child not in leaving]
-        num_threads = _threads_left(staying, len(missing))
+        num_threads = threads_left(staying, len(missing))
         return _Plan([self._new(pool, num_threads) for pool in missing], leaving)
 
     def _new(self, pool: str, num_threads: int) -> ChildSpec:
@@ -125,7 +125,7 @@ def _check(sizes: Mapping[str, int], num_colocated: int) -> None:
         raise InvalidRequest(error.setting, error.message.partition(": ")[2]) from None
 
 
-def _threads_left(staying: Sequence[Child], num_missing: int) -> int:
+def threads_left(staying: Sequence[Child], num_missing: int) -> int:
     """Those that stay keep their threads; the new ones share the cores that are left."""
     used = sum(int(child.spec.environment[_NUM_THREADS]) for child in staying)
     left = len(os.sched_getaffinity(0)) - used

@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.boundary import Boundary, TokenChannel, TokenCheck
-from common.errors import ConfigError
+from common.errors import ConfigError, Unsupported
 from common.status import abort_with, to_baton_error
 from common.tls import TlsFiles
 
@@ -156,11 +156,17 @@ def calling() -> Iterator[None]:
         raise to_baton_error(error) from None
 
 
+class _HealthServicer(health.aio.HealthServicer):  # type: ignore[misc]
+    async def List(self, request: object, context: Context) -> None:
+        """The library's own would put a traceback into the log at each call of a stranger."""
+        raise Unsupported("List", "ask Check for one service at a time")
+
+
 class Health:
     """The standard health service: ``""`` says alive, a service's name says ready."""
 
     def __init__(self, server: aio.Server, service_names: Sequence[str]) -> None:
-        self._servicer = health.aio.HealthServicer()
+        self._servicer = _HealthServicer()
         self._service_names = service_names
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 

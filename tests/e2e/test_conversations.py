@@ -96,4 +96,4 @@ async def test_a_few_short_conversations(smollm2: Cluster) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 async def test_sixteen_conversations_of_four_turns(smollm2: Cluster) -> None:
-    await check_conversations(smollm2, TOPICS, num_turns=4, max_tokens=24)
+    await check_conversations(smollm2, TOPICS, num_turns=4, max_tokens=12)

@@ -133,11 +133,8 @@ async def test_scale_under_load(cluster: Cluster) -> None:
 async def test_what_cannot_be_scaled(cluster: Cluster) -> None:
     for arguments, reason in (
         (["decode=0"], "at least one decode"),
-        (["prefill=65"], "at most 64"),
         (["prefill=9999999999"], "at most 64"),
         (["gateway=2"], "'gateway=2' is not like prefill=2 or decode=2"),
-        (["prefill=-1"], "'prefill=-1' is not like"),
-        (["prefill=1", "prefill=2"], "given twice"),
     ):
         status, _, stderr = await baton(cluster, "scale", *arguments)
         assert status == 2 and reason in stderr and stderr.count("\n") == 1, stderr
