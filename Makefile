@@ -32,16 +32,16 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-# Whole set-ups and the simulation take both cores by themselves; all else shares them.
-TOGETHER := --ignore tests/e2e --ignore tests/sim -n 2 --dist loadfile
+# The simulation takes both cores by itself; all else runs side by side.
+PYTEST := $(BIN)/python -m pytest --dist loadgroup
 
 test: install
-	$(BIN)/python -m pytest -m "not full and not gpu" $(TOGETHER)
-	$(BIN)/python -m pytest -m "not full and not gpu" tests/sim tests/e2e
+	$(PYTEST) -m "not full and not gpu" -n 2 --ignore tests/sim
+	$(PYTEST) -m "not full and not gpu" tests/sim
 
 test-full: install
-	$(BIN)/python -m pytest -m "full and not gpu" $(TOGETHER)
-	$(BIN)/python -m pytest -m "full and not gpu" tests/e2e tests/sim
+	$(PYTEST) -m "full and not gpu" -n 2 --ignore tests/sim
+	$(PYTEST) -m "full and not gpu" tests/sim
 
 clean:
 	rm -rf .venv baton build dist .mypy_cache .ruff_cache .pytest_cache

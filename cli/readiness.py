@@ -20,17 +20,18 @@ async def wait_until_ready(address: str, worker_ids: Collection[str]) -> None:
     async with rpc.make_public_channel(address) as channel:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                ready = await _is_ready(channel, worker_ids)
+                ready = await is_ready(channel, worker_ids)
                 while not ready:
                     await asyncio.sleep(_POLL_S)
-                    ready = await _is_ready(channel, worker_ids)
+                    ready = await is_ready(channel, worker_ids)
         except TimeoutError:
             raise Unavailable(
                 f"gateway and workers did not find each other in {_TIMEOUT_S:.0f} s"
             ) from None
 
 
-async def _is_ready(channel: aio.Channel, worker_ids: Collection[str]) -> bool:
+async def is_ready(channel: aio.Channel, worker_ids: Collection[str]) -> bool:
+    """Whether it is so at this moment."""
     try:
         listing = await inference_grpc.InferenceServiceStub(channel).ListWorkers(
             inference.ListWorkersRequest(), timeout=_TIMEOUT_S

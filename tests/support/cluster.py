@@ -20,7 +20,8 @@ from typing import Any
 
 import psutil
 
-from cli.readiness import wait_until_ready
+from cli.readiness import is_ready
+from common import rpc
 from common.config import read_secret
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -123,17 +124,21 @@ class Cluster:
 
         await until(is_replaced, START_S)
         for gateway in self.of_role("gateway"):
-            await self._until_known(gateway, {worker.id for worker in self.workers})
+            await self._until_known(gateway)
 
-    async def _until_known(self, gateway: Process, worker_ids: set[str]) -> None:
-        """Until the gateway has these workers, and a stream to every decode worker that it has."""
+    async def _until_known(self, gateway: Process, *others: str) -> None:
+        """Until the gateway has all workers that there are now (others may still be on their way
+        out) and ``others``, and a stream to every decode worker that it has."""
 
         async def is_linked() -> bool:
+            worker_ids = {worker.id for worker in self.workers}.union(others)
+            if not await is_ready(channel, worker_ids):
+                return False
             statistics = await self.debug(gateway, "gateway")
             return bool(statistics["num_decode_links"] == statistics["num_decode_workers"])
 
-        await wait_until_ready(gateway.grpc, worker_ids)
-        await until(is_linked, START_S)
+        async with rpc.make_public_channel(gateway.grpc) as channel:
+            await until(is_linked, START_S)
 
     # ------------------------------------------------------------ one process more
 
@@ -157,7 +162,7 @@ class Cluster:
                 ready = json.loads(await process.stdout.readline())
             del ready["ready"]
             for gateway in self.of_role("gateway") if joins else ():
-                await self._until_known(gateway, {ready["id"]})
+                await self._until_known(gateway, ready["id"])
             yield Process(**ready)
         finally:
             with suppress(ProcessLookupError):
