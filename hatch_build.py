@@ -1,5 +1,6 @@
 """Build hook: writes the protobuf and gRPC stubs of proto/ into the package baton/v1/."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,10 @@ class StubsHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
         protos = sorted(str(path) for path in (root / "proto").rglob("*.proto"))
-        plugin = Path(sys.executable).with_name("protoc-gen-mypy_grpc")
+        # Both tools come with the build requirements, whose scripts pip puts on the path.
+        plugin = shutil.which("protoc-gen-mypy_grpc")
+        if plugin is None:
+            raise RuntimeError("protoc-gen-mypy_grpc is not on the path; install mypy-protobuf")
         command = [
             sys.executable,
             "-m",
@@ -25,7 +29,7 @@ class StubsHook(BuildHookInterface):  # type: ignore[type-arg]
             f"--python_out={root}",
             f"--pyi_out={root}",
             f"--grpc_python_out={root}",
+            f"--plugin=protoc-gen-mypy_grpc={plugin}",
+            f"--mypy_grpc_out=quiet:{root}",
         ]
-        if plugin.exists():
-            command += [f"--plugin=protoc-gen-mypy_grpc={plugin}", f"--mypy_grpc_out=quiet:{root}"]
         subprocess.run([*command, *protos], check=True)
