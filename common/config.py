@@ -88,7 +88,10 @@ class ProcessSettings(BaseSettings):
 class GatewaySettings(ProcessSettings):
     """The front: gRPC (and HTTP) for clients, dispatch to both pools."""
 
-    gateway_id: str = Field(default_factory=lambda: f"gw-{secrets.token_hex(6)}")
+    # One token of NATS subjects.
+    gateway_id: str = Field(
+        default_factory=lambda: f"gw-{secrets.token_hex(6)}", pattern=r"^[A-Za-z0-9_-]{1,96}$"
+    )
     model: str = Field("default", description="prepared model entry (DIR), oracle or null")
     grpc_port: int = Field(50051, ge=0, le=65535, description="public gRPC port; 0 means free")
     max_message_bytes: int = Field(16 << 20, ge=1 << 16, description="largest public message")

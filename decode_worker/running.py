@@ -206,21 +206,27 @@ class Running:
         sequence.offer = None
         seq_id = sequence.spec.seq_id
         usable = False
+        lost = "the fetch was broken off"
         started_s = asyncio.get_running_loop().time()
         try:
             with sequence.spans.fetch() as fetched:
                 fetched.result = await self._imports.fetch(offer, ready.moves)
             usable = True
         except TransferError as error:
-            log.warning("request %s: KV lost: %s", sequence.spec.request_id, error)
-            self.counters.kv_lost += 1
-            self._tell_ended(sequence, wire.END_REASON_KV_LOST, str(error))
+            lost = str(error)
+        except Exception:
+            log.exception("request %s: the fetch failed", sequence.spec.request_id)
+            lost = "the fetch failed"
         finally:
             sequence.fetching = None
             sequence.transfer_s = asyncio.get_running_loop().time() - started_s
             done = Engine.finish_import if usable else Engine.drop_import
             self._tell(partial(done, seq_id=seq_id))
-            if not usable:
+            if not usable and sequence in self._table:
+                # Told for whatever reason: a gateway that hears nothing waits to its deadline.
+                log.warning("request %s: KV lost: %s", sequence.spec.request_id, lost)
+                self.counters.kv_lost += 1
+                self._tell_ended(sequence, wire.END_REASON_KV_LOST, lost)
                 self._end(sequence, "kv_lost")
 
     def _tell(self, command: Callable[[Engine], object]) -> None:

@@ -39,6 +39,12 @@ class SequenceTable:
     def __len__(self) -> int:
         return len(self._by_seq)
 
+    def __contains__(self, sequence: object) -> bool:
+        return (
+            isinstance(sequence, DecodeSequence)
+            and self._by_seq.get(sequence.spec.seq_id) is sequence
+        )
+
     def __iter__(self) -> Iterator[DecodeSequence]:
         return iter(list(self._by_seq.values()))
 

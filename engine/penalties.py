@@ -36,7 +36,8 @@ def adjusted(logits: Float32s, request: SampleRequest) -> Float32s:
         seen = np.unique(np.asarray(request.token_ids[: request.position], np.int64))
         scores = row[seen]
         penalty = np.float32(params.repetition_penalty)
-        row[seen] = np.where(scores > 0, scores / penalty, scores * penalty)
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # the sampler looks
+            row[seen] = np.where(scores > 0, scores / penalty, scores * penalty)
     if params.frequency_penalty or params.presence_penalty:
         output = request.token_ids[request.num_prompt_tokens : request.position]
         ids, counts = np.unique(np.asarray(output, np.int64), return_counts=True)

@@ -5,7 +5,8 @@ variate (invariant I3 of docs/design.md); greedy is the arg max of the logits. E
 the lowest id. One row, in order, where each step is skipped by rows that do not ask for it:
 
 1. Rows with a logit that is not finite fail, alone.
-2. Logit bias, min_tokens mask and penalties change a copy of the row (engine/penalties.py).
+2. Logit bias, min_tokens mask and penalties change a copy of the row (engine/penalties.py). A row
+   that they leave without a finite largest value fails too: nothing could be drawn from it.
 3. Scores are (logit - largest logit) / T. What lies more than 19.5 below the largest cannot win.
 4. min-p, top-k and top-p leave fewer candidates, each working on what the one before left.
 5. The arg max of score + noise over the candidates (engine/gumbel_max.py).
@@ -55,6 +56,9 @@ def sample(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
         row = rows[i]
         if changes_logits(request):
             row = adjusted(row, request)
+            if not math.isfinite(row.max()):
+                finite[i] = False
+                continue
             token_ids[i] = int(row.argmax())
         if not request.params.greedy:
             drawn.append(i)

@@ -47,7 +47,8 @@ class Admission:
     @asynccontextmanager
     async def turn(self, run: Run) -> AsyncIterator[None]:
         """Waits for the run's turn to ask for room; the next one comes when the block ends."""
-        self.num_tokens += run.num_tokens
+        num_tokens = run.num_tokens
+        self.num_tokens += num_tokens
         try:
             await self._acquire(run)
             try:
@@ -56,7 +57,7 @@ class Admission:
                 self._num_asking -= 1
                 self.wake()
         finally:
-            self.num_tokens -= run.num_tokens
+            self.num_tokens -= num_tokens
 
     async def _acquire(self, run: Run) -> None:
         if not self._waiting and self._num_asking < max(1, self.width()):

@@ -21,11 +21,10 @@ from common.errors import BatonError
 from common.wire import finish_reason_from_proto, logprobs_from_proto
 from common.wire import worker as wire
 from gateway.attempt import Attempt, AttemptLost
+from gateway.registry import HUNG_ENGINE_S
 from gateway.run import Arrival, Run, Runs
 
 HEARTBEAT_S = 0.5
-# A live event loop over an engine that has not finished a step for this long is a dead worker.
-HUNG_ENGINE_S = 15.0
 
 Dial = Callable[[AsyncIterator[wire.StreamRequest]], AsyncIterator[wire.StreamResponse]]
 

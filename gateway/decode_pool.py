@@ -1,6 +1,7 @@
 """All decode workers: a link to each that the registry knows, and the choice among them."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,6 +11,8 @@ from gateway.attempt import Attempt
 from gateway.decode_link import DecodeLink, Dial
 from gateway.registry import WorkerEntry, WorkerRegistry
 from gateway.run import Run, Runs
+
+log = logging.getLogger(__name__)
 
 REDIAL_S = 0.3
 # After this long without a grant a request looks whether another worker has room by now.
@@ -62,8 +65,12 @@ class DecodePool:
             self.links[entry.worker_id] = link
             try:
                 await link.run(self.dialer(entry))
+            except Exception:
+                log.exception("the link to %s failed", entry.worker_id)
             finally:
-                self.links.pop(entry.worker_id, None)
+                # A worker that was started anew under its old id has its next link already.
+                if self.links.get(entry.worker_id) is link:
+                    del self.links[entry.worker_id]
                 self._wake()
             await asyncio.sleep(REDIAL_S)
 

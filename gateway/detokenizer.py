@@ -146,11 +146,36 @@ class Detokenizer:
         return []
 
 
+class _Beginning:
+    """How much of one stop string the text ends with. Looks at each character once, whatever is
+    held back (Knuth, Morris and Pratt, "Fast pattern matching in strings", 1977)."""
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self.length = 0
+        # By length matched: the next shorter beginning that ends there too.
+        self._shorter = [0] * (len(stop) + 1)
+        for end in range(1, len(stop)):
+            self._shorter[end + 1] = self.take(stop[end])
+        self.length = 0
+
+    def take(self, text: str) -> int:
+        """The new length; ``text`` must not complete the string."""
+        stop, length = self._stop, self.length
+        for char in text:
+            while length and stop[length] != char:
+                length = self._shorter[length]
+            length += stop[length] == char
+        self.length = length
+        return length
+
+
 class _StopStrings:
     """Looks for stop strings in text that comes in pieces and holds back what may become one."""
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         self._stops = [stop for stop in stops if stop]
+        self._beginnings = [_Beginning(stop) for stop in self._stops]
         self._include = include
         self.held = ""
         self.matched: str | None = None
@@ -159,14 +184,16 @@ class _StopStrings:
         """What may be shown. ``look`` False: this text takes part in no stop string."""
         if not self._stops or not look:
             held, self.held = self.held, ""
+            for beginning in self._beginnings:
+                beginning.length = 0
             return held + text
-        text = self.held + text
+        new, text = text, self.held + text
         match = self._first_match(text)
         if match is not None:
             end, start, self.matched = match
             self.held = ""
             return text[: end if self._include else start]
-        shown = len(text) - self._num_held(text)
+        shown = len(text) - max(beginning.take(new) for beginning in self._beginnings)
         self.held = text[shown:]
         return text[:shown]
 
@@ -176,13 +203,3 @@ class _StopStrings:
         return min(
             ((start + len(stop), start, stop) for start, stop in starts if start >= 0), default=None
         )
-
-    def _num_held(self, text: str) -> int:
-        """Length of the longest suffix that is a proper prefix of a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest

@@ -47,7 +47,7 @@ class RequestParser:
         sampling_params(message.sampling, facts, None, self._settings.max_logprobs)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        prompt_ids = check_token_ids("prompt", await self._prompt_ids(message), facts)
+        prompt_ids = check_token_ids("prompt", await self._prompt_ids(message, facts), facts)
         tokenize_ms = (loop.time() - began_s) * 1000
         if not prompt_ids:
             raise InvalidRequest("prompt", "is empty; send at least one token")
@@ -74,9 +74,19 @@ class RequestParser:
         )
         return [first, *(_choice(first, i) for i in range(1, num_choices))]
 
-    async def _prompt_ids(self, message: inference.GenerateRequest) -> list[TokenId]:
+    async def _prompt_ids(
+        self, message: inference.GenerateRequest, facts: ModelFacts
+    ) -> list[TokenId]:
+        """Counts before it looks: a message of 16 MiB has millions of ids or chat messages, and the
+        event loop of all streams stands still while Python objects are made of them."""
         kind = message.WhichOneof("input")
+        limit = facts.max_model_len
         if kind == "token_ids":
+            if len(message.token_ids.ids) > limit:
+                raise InvalidRequest(
+                    "prompt",
+                    f"has {len(message.token_ids.ids)} tokens; the model's context has {limit}",
+                )
             return list(message.token_ids.ids)
         if kind == "text":
             add = message.add_special_tokens if message.HasField("add_special_tokens") else True
@@ -88,6 +98,11 @@ class RequestParser:
             )
         if kind == "chat":
             chat = message.chat
+            if len(chat.messages) > limit:  # each takes a token at least
+                raise InvalidRequest(
+                    "messages",
+                    f"{len(chat.messages)} can never fit the model's context of {limit} tokens",
+                )
             return await self._tokenizer.encode_chat(
                 [ChatMessage(entry.role, entry.content) for entry in chat.messages],
                 add_generation_prompt=(

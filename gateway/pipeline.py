@@ -112,11 +112,15 @@ class Pipeline:
             self._runs.counters.failed += 1
             raise
         finally:
-            if not driver.done():
-                self._runs.counters.cancelled += 1
-                driver.cancel()
-                await asyncio.wait((driver,))
-            self._runs.remove(run)
+            try:
+                if not driver.done():
+                    self._runs.counters.cancelled += 1
+                    driver.cancel()
+                    await asyncio.wait((driver,))
+                if not driver.cancelled():
+                    driver.exception()  # nobody is there any more to be told
+            finally:
+                self._runs.remove(run)
 
     def _check(self, request: Request) -> None:
         """Refuses at once what can never, or not now, be served."""

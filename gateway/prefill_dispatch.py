@@ -13,7 +13,9 @@
 """
 
 import asyncio
+import logging
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
@@ -22,7 +24,6 @@ from common import bus as bus_names
 from common.bus import (
     Bus,
     BusError,
-    BusTimeout,
     Message,
     MessageTooLarge,
     QueueFull,
@@ -36,6 +37,8 @@ from gateway.registry import WorkerRegistry
 from gateway.router import PrefixMemory
 from gateway.run import Run, Runs
 from gateway.sequence_state import sequence_state
+
+log = logging.getLogger(__name__)
 
 TARGETED_TIMEOUT_S = 0.5
 UNASKED_S = 2.0
@@ -52,18 +55,21 @@ class _Slots:
     num_used: int = 0
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
-    async def acquire(self) -> None:
+    async def acquire(self, go_on: Callable[[], None]) -> None:
+        """``go_on`` is called now and then, and ends the wait by what it raises."""
         if not self.waiting and self.num_used < self._limit():
             self.num_used += 1
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.waiting.append(waiter)
         try:
-            await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled():
+            while not waiter.done():
+                await asyncio.wait((waiter,), timeout=_POLL_S)
+                go_on()
+        except BaseException:
+            if waiter.done():
                 self.release()
-            elif waiter in self.waiting:  # else `wake` came in between, and took it out
+            else:
                 self.waiting.remove(waiter)
             raise
 
@@ -80,6 +86,24 @@ class _Slots:
 
     def _limit(self) -> int:
         return max(1, len(self.registry.ready(Role.PREFILL)))
+
+
+@dataclass(slots=True)
+class _Patience:
+    """One for all that an attempt waits for before a worker has its job: those who wait for a slot
+    must not wait one after the other for workers that are gone."""
+
+    registry: WorkerRegistry
+    last_s: float
+    without_worker_s: float = 0.0
+
+    def look(self, now_s: float) -> None:
+        """Raises Unavailable once no prefill worker was up for too long."""
+        if not self.registry.ready(Role.PREFILL):
+            self.without_worker_s += now_s - self.last_s
+        self.last_s = now_s
+        if self.without_worker_s >= PATIENCE_S:
+            raise Unavailable("no prefill worker is up", pool="prefill")
 
 
 class PrefillDispatch:
@@ -117,10 +141,18 @@ class PrefillDispatch:
 
     async def prefill(self, run: Run, attempt: Attempt) -> wire.PrefillResult:
         """The ticket's result. Raises AttemptLost, and BatonErrors that end the request."""
-        await self._slots.acquire()
+        clock = asyncio.get_running_loop().time
+        patience = _Patience(self._registry, clock())
+
+        def go_on() -> None:
+            patience.look(clock())
+            if attempt.lost is not None:
+                raise attempt.lost
+
+        await self._slots.acquire(go_on)
         try:
             await self._publish(run, attempt)
-            await self._until_accepted(run, attempt)
+            await self._until_accepted(run, attempt, patience)
         finally:
             self._slots.release()
         while attempt.ticket is None:
@@ -146,7 +178,8 @@ class PrefillDispatch:
             raise AttemptLost("queue_full") from None
         except MessageTooLarge:
             raise InvalidRequest("prompt", "has too many tokens for one job message") from None
-        except BusTimeout:
+        except BusError as error:
+            log.warning("a job could not be published: %s", error)
             raise AttemptLost("nats_down") from None
         await hit_async("gateway.after_publish")
 
@@ -163,10 +196,9 @@ class PrefillDispatch:
         except (BusError, DecodeError):
             return False
 
-    async def _until_accepted(self, run: Run, attempt: Attempt) -> None:
+    async def _until_accepted(self, run: Run, attempt: Attempt, patience: _Patience) -> None:
         loop = asyncio.get_running_loop()
         unasked_s = 0.0
-        without_worker_s = 0.0
         while attempt.owner is None and attempt.ticket is None:
             before_s = loop.time()
             try:
@@ -177,12 +209,9 @@ class PrefillDispatch:
             waited_s = loop.time() - before_s
             if self._bus.connected and self._registry.any_free_prefill_slot():
                 unasked_s += waited_s
-            if not self._registry.ready(Role.PREFILL):
-                without_worker_s += waited_s
             if attempt.owner is None and unasked_s >= UNASKED_S:
                 raise AttemptLost("unaccepted")
-            if without_worker_s >= PATIENCE_S:
-                raise Unavailable("no prefill worker is up", pool="prefill")
+            patience.look(loop.time())
 
     def _result(self, ticket: wire.TicketRequest) -> wire.PrefillResult:
         if ticket.WhichOneof("outcome") == "result":

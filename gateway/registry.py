@@ -5,7 +5,8 @@
    differs; it is never routed to.
 3. Silence for ``worker_timeout_s`` of this process' clock ends the entry, unless our own NATS link
    was down meanwhile, or (decode) a live stream to it says otherwise.
-4. An attempt granted to a prefill worker and missing in two of its reports in a row has no owner.
+4. A worker whose engine has not finished a step for `HUNG_ENGINE_S` is as good as gone.
+5. An attempt granted to a prefill worker and missing in two of its reports in a row has no owner.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,6 +16,9 @@ from common.config import PROTOCOL_VERSION
 from common.errors import LayoutMismatch
 from common.types import Role
 from common.wire import worker as wire
+
+# A live event loop over an engine that has not finished a step for this long is a dead worker.
+HUNG_ENGINE_S = 15.0
 
 
 @dataclass(slots=True)
@@ -72,7 +76,7 @@ class WorkerRegistry:
         known = self.entries.get(report.worker_id)
         if known is not None and report.epoch < known.report.epoch:
             return
-        if report.state == "gone":
+        if report.state == "gone" or report.load.step_age_s > HUNG_ENGINE_S:
             self._leave(report.worker_id)
             return
         mismatch = self._mismatch(report)

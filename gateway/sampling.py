@@ -6,7 +6,7 @@ Limits are those that users of vLLM know, or wider than any real use.
 
 import math
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from common.errors import InvalidRequest
 from common.types import SamplingParams, TokenId
@@ -19,6 +19,8 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 # As vLLM does: a smaller temperature is raised to this; 0 is greedy.
 _MIN_TEMPERATURE = 0.01
+# Logits are divided by it: one close to 0 would make them infinite.
+_MIN_REPETITION_PENALTY = 0.01
 
 
 def sampling_params(
@@ -48,7 +50,7 @@ def sampling_params(
         top_k=_top_k(message, facts),
         min_p=_number(message, "min_p", facts, 0.0, 0.0, 1.0),
         repetition_penalty=_number(
-            message, "repetition_penalty", facts, 1.0, 0.0, 10.0, above=True
+            message, "repetition_penalty", facts, 1.0, _MIN_REPETITION_PENALTY, 10.0
         ),
         frequency_penalty=_number(message, "frequency_penalty", facts, 0.0, -2.0, 2.0),
         presence_penalty=_number(message, "presence_penalty", facts, 0.0, -2.0, 2.0),
@@ -81,12 +83,11 @@ def _present(message: inference.SamplingParams) -> set[str]:
 
 
 def _token_ids(
-    field: str, ids: Iterable[int], facts: ModelFacts, limit: int
+    field: str, ids: Collection[int], facts: ModelFacts, limit: int
 ) -> tuple[TokenId, ...]:
-    token_ids = check_token_ids(field, ids, facts)
-    if len(token_ids) > limit:
+    if len(ids) > limit:
         raise InvalidRequest(field, f"at most {limit} ids")
-    return token_ids
+    return check_token_ids(field, ids, facts)
 
 
 def _number(

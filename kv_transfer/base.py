@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from common.tls import TlsFiles
 from common.types import BlockRef, Epoch, KVLayout, WorkerId
 
 
@@ -127,7 +128,8 @@ class TransportSettings:
     """What transports are told at start; each uses its own part.
 
     shm: ``pool_dir``. tcp: listens on ``host``, a free port, and is dialled as ``advertise_host``;
-    off loopback it refuses unless ``insecure`` says that the network is trusted.
+    off loopback it is under ``tls``, or refuses unless ``insecure`` says that the network is
+    trusted.
     loopback: both ends are given the same ``loopback_hub``.
     """
 
@@ -135,6 +137,7 @@ class TransportSettings:
     host: str = "127.0.0.1"
     advertise_host: str = "127.0.0.1"
     insecure: bool = False
+    tls: TlsFiles | None = None
     loopback_hub: LoopbackHub = field(default_factory=dict)
 
 

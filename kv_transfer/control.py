@@ -4,6 +4,7 @@ Messages stop here: inward there are only the dataclasses of common/types.py and
 answer of the servicer is one synchronous step on the lease table (kv_transfer/exports.py).
 """
 
+import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
@@ -177,11 +178,18 @@ class GrpcKVControl:
 
 async def _answered(call: Awaitable[Answer]) -> Answer:
     """Whatever kept the answer away, an importer's conclusion is the same."""
+    task = asyncio.current_task()
+    num_cancels = task.cancelling() if task is not None else 0
     try:
         with rpc.calling():
             return await call
     except BatonError as error:
         raise PeerLost(f"no answer from an exporter: {error.message}") from None
+    except asyncio.CancelledError:
+        if task is not None and task.cancelling() > num_cancels:
+            raise
+        # Not this task was cancelled but the call: its channel was closed (`forget`).
+        raise PeerLost("the connection to an exporter was closed") from None
 
 
 # ---------------------------------------------------------------- messages

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from common.errors import LeaseRefused, TransferError
+from common.errors import LeaseRefused, PeerLost
 from common.types import Epoch, KVLayout, Offer, WorkerId
 from kv_transfer.base import HostIdentity, KVImporter, Peer
 from kv_transfer.layout import require_compatible
@@ -97,13 +97,16 @@ class Links:
         if name not in self._opening:
             self._opening[name] = asyncio.create_task(self._open(offer), name="kv-connect")
         task = self._opening[name]
-        try:
-            link = await asyncio.shield(task)
-        except TransferError:
+        # Waited for, not awaited: a caller that is cancelled leaves it to the others.
+        await asyncio.wait({task})
+        if task.cancelled() or task.exception() is not None:
+            # Whatever it was, the next fetch tries anew.
             if self._opening.get(name) is task:
                 del self._opening[name]
                 await self._control.forget(offer.endpoint)
-            raise
+            if task.cancelled():
+                raise PeerLost("the way to an exporter was closed while it was opened")
+        link = task.result()
         link.num_fetches += 1
         return link
 

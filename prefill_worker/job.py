@@ -19,6 +19,7 @@ class JobEnd(StrEnum):
     CANCELLED = "cancelled"
     FAILED = "failed"
     TOO_LARGE = "too_large"
+    MESSAGE_TOO_LARGE = "message_too_large"
     DRAINED = "drained"
     DEADLINE = "deadline"
 

@@ -211,7 +211,7 @@ class Jobs:
         error: JobEnd | None = None
         if isinstance(outcome, SequenceOutput):
             ticket = success_ticket(job, worker, outcome)
-            error = None if ticket else JobEnd.TOO_LARGE
+            error = None if ticket else JobEnd.MESSAGE_TOO_LARGE
         else:
             error = outcome
         if error is not None:

@@ -179,9 +179,10 @@ class PrefillWorker:
         self._registration.changed()
 
     def _update_slot(self) -> None:
+        # Told each time: the intake looks for itself too, and may have seen what lay in between.
+        self._intake.slot_changed()
         if self._jobs.has_free_slot != self._told_free_slot:
             self._told_free_slot = self._jobs.has_free_slot
-            self._intake.slot_changed()
             self._registration.changed()
 
     def _on_events(self, events: Sequence[EngineEvent], record: StepRecord | None) -> None:

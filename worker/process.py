@@ -115,6 +115,7 @@ class Process:
             host=settings.host,
             advertise_host=advertised(settings),
             insecure=settings.insecure_transfer,
+            tls=settings.tls,
         )
 
     def facts(self, transports: Sequence[str], local_prefill: str = "") -> WorkerFacts:

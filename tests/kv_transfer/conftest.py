@@ -2,4 +2,6 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.kv_transfer.conformance", "tests.kv_transfer.rig")
+pytest.register_assert_rewrite(
+    "tests.kv_transfer.conformance", "tests.kv_transfer.rig", "tests.kv_transfer.stranger"
+)

@@ -207,7 +207,7 @@ def _check(node: Node) -> str:
 
 
 def _promises(worker: DecodeWorker) -> ReservationStatistics:
-    return worker.statistics().reservations
+    return worker._promises.statistics()
 
 
 async def _until_idle(cluster: SimCluster) -> None:
