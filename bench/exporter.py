@@ -15,6 +15,7 @@ import numpy as np
 
 from common import failpoints, rpc, wire
 from common.config import PROTOCOL_VERSION
+from common.tls import TlsFiles
 from common.types import BlockRef, KVLayout
 from kv_transfer.base import TransportSettings
 from kv_transfer.control import KVTransferServicer
@@ -41,7 +42,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--epoch", type=int, default=1)
     parser.add_argument("--lease-s", type=float, default=10.0)
     parser.add_argument("--failpoints", default="")
+    parser.add_argument("--tls", type=Path, help="folder with certificates: tcp speaks TLS")
     return parser.parse_args()
+
+
+def transport_settings(folder: Path, tls: Path | None) -> TransportSettings:
+    """``tls``: folder of certificates for loopback, with which tcp is no longer plain there."""
+    if tls is None:
+        return TransportSettings(pool_dir=folder)
+    files = TlsFiles(tls / "bench.pem", tls / "bench.key", tls / "ca.pem")
+    return TransportSettings(pool_dir=folder, host="0.0.0.0", tls=files)
 
 
 def fill(rows: np.ndarray) -> None:
@@ -58,7 +68,7 @@ async def serve(args: argparse.Namespace) -> None:
         pool_kind(args.transport), layout, args.num_blocks, args.folder, args.worker_id, args.epoch
     ) as pool:
         fill(pool.rows)
-        settings = TransportSettings(pool_dir=args.folder)
+        settings = transport_settings(args.folder, args.tls)
         exporters = make_exporters(args.transport, pool, settings)
         server = rpc.make_internal_server(TOKEN)
         endpoint = rpc.endpoint("127.0.0.1", rpc.bind(server, "127.0.0.1", 0))

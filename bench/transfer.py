@@ -5,7 +5,8 @@
 SmolLM2's layout: a block of 16 tokens is 737,280 bytes (30 layers, 3 KV heads of 64, fp32). For
 each size, in turns within one run: the data path alone (`KVImporter.fetch`: every block copied and
 its xxh3-64 checked), one memcpy of as many bytes between two arrays of this process and, for tcp,
-as many bytes through a plain socket. One block end to end is claim, copy and settle over gRPC.
+the same data path under mutual TLS (certificates made by the openssl command) and as many bytes
+through a plain socket. One block end to end is claim, copy and settle over gRPC.
 """
 
 import argparse
@@ -18,16 +19,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from bench.exporter import LAYOUTS, TOKEN
+from bench.exporter import LAYOUTS, TOKEN, transport_settings
 from common import wire
 from common.config import PROTOCOL_VERSION
 from common.types import BlockMove, BlockRef, Offer
-from kv_transfer.base import BlockCopy, CancelFlag, KVImporter, LeaseProof, Peer, TransportSettings
+from kv_transfer.base import BlockCopy, CancelFlag, KVImporter, LeaseProof, Peer
 from kv_transfer.control import GrpcKVControl
 from kv_transfer.host import this_host
 from kv_transfer.imports import Imports
@@ -35,6 +38,7 @@ from kv_transfer.lease import LeaseKey, LeaseVerdict
 from kv_transfer.memory import allocate_pool
 from kv_transfer.registry import make_importers
 from kv_transfer.transfers import TransferThread
+from tests.support.certificates import make_authority, make_tls_files
 
 LAYOUT = LAYOUTS["smollm2"]
 SIZES = (1, 16, 512)
@@ -45,7 +49,7 @@ ROOT = Path(__file__).parents[1]
 class Exporter:
     """The child process."""
 
-    def __init__(self, transport: str, folder: Path) -> None:
+    def __init__(self, transport: str, folder: Path, tls: Path | None = None) -> None:
         options = {
             "transport": transport,
             "folder": folder,
@@ -53,6 +57,8 @@ class Exporter:
             "num-blocks": NUM_BLOCKS,
             "lease-s": 600,
         }
+        if tls is not None:
+            options |= {"tls": tls, "worker-id": "exporter-tls"}
         flags = [f"--{name}={value}" for name, value in options.items()]
         self._child = subprocess.Popen(
             [sys.executable, "-m", "bench.exporter", *flags],
@@ -116,26 +122,34 @@ while wanted := int.from_bytes(connection.recv(8), "big"):
         self._child.wait(10)
 
 
+@dataclass(frozen=True)
+class Way:
+    """From one exporter to one importer of this process."""
+
+    exporter: Exporter
+    importer: KVImporter
+    peer: Peer
+
+    def fetching(self, offer: Offer) -> Callable[[], object]:
+        targets = np.random.default_rng(0).permutation(NUM_BLOCKS)
+        copies = [
+            BlockCopy(index, block, BlockRef(int(target), 1), checksum)
+            for index, (block, target, checksum) in enumerate(
+                zip(offer.blocks, targets, offer.checksums, strict=False)
+            )
+        ]
+        proof = LeaseProof(offer.lease_id, offer.secret)
+        return lambda: self.importer.fetch(self.peer, proof, copies, CancelFlag())
+
+
 def measure_size(
-    importer: KVImporter, peer: Peer, offer: Offer, raw: RawSocket | None
+    ways: dict[str, Callable[[], object]], num_blocks: int, raw: RawSocket | None
 ) -> dict[str, float]:
     """Of the data path, and of what the machine does with as many bytes; GB/s."""
-    num_blocks = len(offer.blocks)
     num_bytes = num_blocks * LAYOUT.block_bytes
-    targets = np.random.default_rng(num_blocks).permutation(NUM_BLOCKS)
-    copies = [
-        BlockCopy(index, block, BlockRef(int(target), 1), checksum)
-        for index, (block, target, checksum) in enumerate(
-            zip(offer.blocks, targets, offer.checksums, strict=False)
-        )
-    ]
-    proof = LeaseProof(offer.lease_id, offer.secret)
     one = np.ones(num_bytes, dtype=np.uint8)
     other = np.zeros_like(one)
-    calls: dict[str, Callable[[], object]] = {
-        "data_path": lambda: importer.fetch(peer, proof, copies, CancelFlag()),
-        "memcpy": lambda: np.copyto(other, one),
-    }
+    calls = {**ways, "memcpy": lambda: np.copyto(other, one)}
     if raw is not None:
         calls["raw_socket"] = lambda: raw.receive(other.data)
     seconds = by_turns(calls, num_turns=12 if num_blocks > 100 else 60)
@@ -158,32 +172,44 @@ async def end_to_end(exporter: Exporter, imports: Imports) -> dict[str, float]:
 
 
 async def measure(transport: str, folder: Path) -> dict[str, object]:
-    exporter = Exporter(transport, folder)
-    raw = RawSocket() if transport == "tcp" else None
     transfers = TransferThread()
     host = this_host()
-    with allocate_pool("shm", LAYOUT, NUM_BLOCKS, folder, "importer", 1) as pool:
+    async with AsyncExitStack() as stack:
+        stack.callback(transfers.close)
+        pool = allocate_pool("shm", LAYOUT, NUM_BLOCKS, folder, "importer", 1)
+        stack.callback(pool.close)
         control = GrpcKVControl("importer", 1, LAYOUT, host, TOKEN, PROTOCOL_VERSION)
-        importers = make_importers(transport, pool, TransportSettings(pool_dir=folder))
-        importer = importers[transport]
-        imports = Imports(pool, importers, transfers, control, host)
-        peer, _ = await control.hello(exporter.endpoint)
+        stack.push_async_callback(control.close)
+        raw = None
+        if transport == "tcp":
+            raw = RawSocket()
+            stack.callback(raw.stop)
+            make_tls_files(folder, "bench", make_authority(folder))
+        ways = {}
+        for name, tls in (("data_path", None), ("data_path_tls", folder))[: 2 if raw else 1]:
+            exporter = Exporter(transport, folder, tls)
+            stack.callback(exporter.stop)
+            importers = make_importers(transport, pool, transport_settings(folder, tls))
+            imports = Imports(pool, importers, transfers, control, host)
+            stack.push_async_callback(imports.close)
+            peer, _ = await control.hello(exporter.endpoint)
+            ways[name] = Way(exporter, importers[transport], peer)
+            if tls is None:
+                plain = imports
         data_path = {}
         for size in SIZES:
-            offer = exporter.offer(list(range(size)))
-            key = LeaseKey.of(offer)
-            verdict = await control.claim(offer.endpoint, key, range(size), transport)
-            assert verdict is LeaseVerdict.OK, verdict
-            call = partial(measure_size, importer, peer, offer, raw)
+            offers = {name: way.exporter.offer(list(range(size))) for name, way in ways.items()}
+            for offer in offers.values():
+                key = LeaseKey.of(offer)
+                verdict = await control.claim(offer.endpoint, key, range(size), transport)
+                assert verdict is LeaseVerdict.OK, verdict
+            calls = {name: way.fetching(offers[name]) for name, way in ways.items()}
+            call = partial(measure_size, calls, size, raw)
             data_path[str(size)] = await asyncio.wrap_future(transfers.submit(call))
-            assert await control.settle(offer.endpoint, key) is LeaseVerdict.OK
-        one_block = await end_to_end(exporter, imports)
-        await imports.close()
-        await control.close()
-    exporter.stop()
-    if raw is not None:
-        raw.stop()
-    transfers.close()
+            for offer in offers.values():
+                verdict = await control.settle(offer.endpoint, LeaseKey.of(offer))
+                assert verdict is LeaseVerdict.OK, verdict
+        one_block = await end_to_end(ways["data_path"].exporter, plain)
     return {
         "transport": transport,
         "block_bytes": LAYOUT.block_bytes,

@@ -21,6 +21,13 @@ class ModelFacts:
     smallest_pool_tokens: int = 0
     largest_pool_tokens: int = 0
 
+    def bound(self, pool_tokens: int) -> tuple[int, str]:
+        """Tokens that a sequence can have at most with a pool of so many (0: unknown), and what
+        sets the bound."""
+        if 0 < pool_tokens < self.max_model_len:
+            return pool_tokens, "the KV pool"
+        return self.max_model_len, "the model's context"
+
 
 def model_facts(
     entry: ModelEntry | None, registry: WorkerRegistry, max_model_len: int | None

@@ -80,12 +80,12 @@ class RequestParser:
         """Counts before it looks: a message of 16 MiB has millions of ids or chat messages, and the
         event loop of all streams stands still while Python objects are made of them."""
         kind = message.WhichOneof("input")
-        limit = facts.max_model_len
+        limit, bound = facts.bound(facts.largest_pool_tokens)
         if kind == "token_ids":
             if len(message.token_ids.ids) > limit:
                 raise InvalidRequest(
                     "prompt",
-                    f"has {len(message.token_ids.ids)} tokens; the model's context has {limit}",
+                    f"has {len(message.token_ids.ids)} tokens; {bound} has room for {limit}",
                 )
             return list(message.token_ids.ids)
         if kind == "text":
@@ -101,7 +101,7 @@ class RequestParser:
             if len(chat.messages) > limit:  # each takes a token at least
                 raise InvalidRequest(
                     "messages",
-                    f"{len(chat.messages)} can never fit the model's context of {limit} tokens",
+                    f"{len(chat.messages)} can never fit {bound} of {limit} tokens",
                 )
             return await self._tokenizer.encode_chat(
                 [ChatMessage(entry.role, entry.content) for entry in chat.messages],

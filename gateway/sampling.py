@@ -20,7 +20,7 @@ MAX_LOGIT_BIAS = 1024
 # As vLLM does: a smaller temperature is raised to this; 0 is greedy.
 _MIN_TEMPERATURE = 0.01
 # Logits are divided by it: one close to 0 would make them infinite.
-_MIN_REPETITION_PENALTY = 0.01
+_MIN_REPETITION_PENALTY = 1 / 64
 
 
 def sampling_params(
@@ -124,9 +124,7 @@ def _max_tokens(
         return facts.max_model_len if given is None else given
     # By default all that every live decode pool can hold; if need be what one of them can.
     pool = facts.smallest_pool_tokens if given is None else facts.largest_pool_tokens
-    limit, name = facts.max_model_len, "the model's context"
-    if 0 < pool < limit:
-        limit, name = pool, "the KV pool"
+    limit, name = facts.bound(pool)
     room = limit - num_prompt
     if room < (0 if given == 0 else 1):
         raise InvalidRequest(

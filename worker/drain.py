@@ -8,10 +8,13 @@ running. A second signal skips all of it.
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,8 @@ async def shut_down(phases: Sequence[Phase], budget_s: float) -> None:
 
 
 class StopSignals:
-    """The first SIGTERM or SIGINT ends `wait`; at the second ``leave`` is called."""
+    """The first SIGTERM or SIGINT ends `wait` and `unless_asked`; at the second ``leave`` is
+    called."""
 
     def __init__(self, leave: Callable[[], None]) -> None:
         self._leave = leave
@@ -50,6 +54,22 @@ class StopSignals:
 
     async def wait(self) -> None:
         await self._asked.wait()
+
+    async def unless_asked(self, work: Coroutine[Any, Any, T]) -> T:
+        """``work``'s result. Where a signal comes first there is nothing yet to drain: it is
+        cancelled, and SystemExit leaves the process in good order."""
+        working = asyncio.ensure_future(work)
+        asked = asyncio.ensure_future(self._asked.wait())
+        try:
+            await asyncio.wait((working, asked), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                log.info("stopped before it was ready")
+                raise SystemExit(0)
+            return working.result()
+        finally:
+            for task in (working, asked):
+                task.cancel()
+            await asyncio.gather(working, asked, return_exceptions=True)
 
     def _received(self) -> None:
         if self._asked.is_set():

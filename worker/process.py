@@ -206,8 +206,11 @@ async def open_process(settings: WorkerSettings, role: Role) -> AsyncIterator[Pr
             read_token(settings.otlp_token_file, "otlp_token_file"),
         )
         stack.push_async_callback(telemetry.shutdown)
-        bus = await NatsBus.connect(
-            settings.nats_url, settings.nats_credentials_file, identity.worker_id, settings.tls
+        # Waits for as long as there is no NATS.
+        bus = await signals.unless_asked(
+            NatsBus.connect(
+                settings.nats_url, settings.nats_credentials_file, identity.worker_id, settings.tls
+            )
         )
         stack.push_async_callback(bus.close)
         server = rpc.make_internal_server(token)

@@ -1,8 +1,5 @@
-"""One connection of an event loop, plain or TLS: bytes go from and to the caller's own memory.
-
-asyncio's streams would put a buffer in between, and its socket calls take no TLS socket; so
-`TlsStream` waits for the socket itself, and OpenSSL decrypts into the target block.
-"""
+"""One connection of an event loop, plain or TLS: bytes go from and to the caller's own memory,
+without the buffers of asyncio's streams."""
 
 import asyncio
 import contextlib
@@ -11,11 +8,14 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from kv_transfer.tcp import frames
 
 T = TypeVar("T")
+
+# What goes through TLS at a time; a connection holds twice as much.
+_CHUNK_BYTES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,8 @@ class Stream:
 
 
 class TlsStream(Stream):
-    """``host``: the name in the certificate that the dialled end must show; None at that end."""
+    """``host``: the name in the certificate that the dialled end must show; None at that end.
+    OpenSSL decrypts straight into the caller's memory, many records for one wake-up."""
 
     def __init__(
         self,
@@ -66,36 +67,52 @@ class TlsStream(Stream):
         host: str | None,
     ) -> None:
         super().__init__(loop, connection)
-        self._context = context
-        self._host = host
+        self._encrypted = memoryview(bytearray(_CHUNK_BYTES))
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._incoming, self._outgoing, server_side=host is None, server_hostname=host
+        )
 
     async def shake_hands(self) -> None:
         await super().shake_hands()
-        self._socket = self._tls = self._context.wrap_socket(
-            self._socket,
-            server_side=self._host is None,
-            server_hostname=self._host,
-            do_handshake_on_connect=False,
-        )
-        await self._when_ready(self._tls.do_handshake)
+        await self._run(self._tls.do_handshake)
 
     async def send(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
-        while len(view):
-            view = view[await self._when_ready(partial(self._tls.send, view)) :]
+        for start in range(0, len(view), _CHUNK_BYTES):
+            await self._run(partial(self._tls.write, view[start : start + _CHUNK_BYTES]))
 
     async def receive_some(self, into: memoryview) -> int:
-        return await self._when_ready(partial(self._tls.recv_into, into))
+        num_received = 0
+        with contextlib.suppress(ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLWantReadError):
+            num_received = await self._run(partial(self._read, into))
+            while num_received < len(into):  # all records that are here already
+                num_received += self._read(into[num_received:])
+        return num_received
 
-    async def _when_ready(self, call: Callable[[], T]) -> T:
-        """The result of ``call``, which is tried again whenever the socket is ready for it."""
+    def _read(self, into: memoryview) -> int:
+        """One record, or what is left of it."""
+        return cast(int, self._tls.read(len(into), into))  # type checkers know it without `into`
+
+    async def _run(self, call: Callable[[], T]) -> T:
+        """The result of ``call``, which is tried again whenever more has come that it may need."""
         while True:
             try:
-                return call()
+                result = call()
             except ssl.SSLWantReadError:
-                await readable(self._loop, self._socket)
-            except ssl.SSLWantWriteError:
-                await _writable(self._loop, self._socket)
+                await self._flush()
+                num_received = await super().receive_some(self._encrypted)
+                if num_received:
+                    self._incoming.write(self._encrypted[:num_received])
+                else:
+                    self._incoming.write_eof()
+            else:
+                await self._flush()
+                return result
+
+    async def _flush(self) -> None:
+        if self._outgoing.pending:
+            await super().send(self._outgoing.read())
 
 
 def accepted(
@@ -152,15 +169,6 @@ async def readable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None
         await ready
     finally:
         loop.remove_reader(sock)
-
-
-async def _writable(loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
-    ready = loop.create_future()
-    loop.add_writer(sock, _set, ready)
-    try:
-        await ready
-    finally:
-        loop.remove_writer(sock)
 
 
 def _set(ready: asyncio.Future[None]) -> None:

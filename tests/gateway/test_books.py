@@ -1,8 +1,11 @@
 """The gateway's records: attempts fenced, indices de-duplicated, grants given once (I1, I5)."""
 
+import asyncio
+
 import pytest
 
-from common.bus import Bus
+from common.bus import Bus, BusError
+from common.errors import Unavailable
 from common.types import SamplingParams
 from common.wire import worker as wire
 from gateway.attempt import AttemptLost
@@ -204,3 +207,87 @@ def test_a_report_of_an_older_epoch_is_ignored_and_a_newer_one_ends_the_old_life
     assert registry.entries["p1"].report.epoch == 2
     registry.report(report(epoch=3))
     assert (left, orphans) == (["p1"], [("r", 1)])
+
+
+def test_a_worker_whose_engine_hangs_is_as_good_as_gone() -> None:
+    registry, left, orphans = make_registry(Clock())
+    registry.report(report())
+    registry.granted("r", 1, "p1")
+    hung = report()
+    hung.load.owned.add(request_id="r", attempt=1)
+    hung.load.step_age_s = 14.0
+    registry.report(hung)
+    assert (left, orphans) == ([], [])
+    hung.load.step_age_s = 16.0
+    registry.report(hung)
+    assert (left, orphans) == (["p1"], [("r", 1)])
+    registry.report(hung)
+    assert registry.entries == {}
+
+
+class BrokenBus:
+    """A bus whose every call fails as a server's odd answer does."""
+
+    connected = True
+    connected_for_s = 60.0
+
+    async def publish_job(self, *args: object) -> None:
+        raise BusError("NATS: insufficient resources")
+
+    async def request(self, *args: object) -> bytes:
+        raise BusError("NATS: insufficient resources")
+
+
+async def test_any_trouble_of_the_bus_is_a_stall_and_no_error_of_the_request() -> None:
+    registry, _, _ = make_registry(Clock())
+    runs = Runs()
+    bus: Bus = BrokenBus()  # type: ignore[assignment]
+    dispatch = PrefillDispatch(bus, "gw", runs, registry, PrefixMemory(registry))
+    run = Run(make_request(), 0.0, runs.counters)
+    with pytest.raises(AttemptLost, match="nats_down"):
+        await dispatch.prefill(run, run.new_attempt())
+    assert dispatch.num_unaccepted == 0
+
+
+class SilentBus(BrokenBus):
+    async def publish_job(self, *args: object) -> None:
+        return
+
+
+async def test_all_who_wait_for_a_slot_wait_once_for_workers_that_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gateway.prefill_dispatch.PATIENCE_S", 0.3)
+    monkeypatch.setattr("gateway.prefill_dispatch._POLL_S", 0.05)
+    registry, _, _ = make_registry(Clock())
+    runs = Runs()
+    bus: Bus = SilentBus()  # type: ignore[assignment]
+    dispatch = PrefillDispatch(bus, "gw", runs, registry, PrefixMemory(registry))
+
+    async def one() -> None:
+        run = Run(make_request(), 0.0, runs.counters)
+        with pytest.raises(Unavailable, match="no prefill worker"):
+            await dispatch.prefill(run, run.new_attempt())
+
+    async with asyncio.timeout(1.5):
+        await asyncio.gather(*(one() for _ in range(10)))
+    assert dispatch.num_unaccepted == 0
+
+
+async def test_a_lost_attempt_does_not_wait_for_its_slot() -> None:
+    registry, _, _ = make_registry(Clock())
+    runs = Runs()
+    bus: Bus = SilentBus()  # type: ignore[assignment]
+    dispatch = PrefillDispatch(bus, "gw", runs, registry, PrefixMemory(registry))
+    first, second = (Run(make_request(), 0.0, runs.counters) for _ in range(2))
+    holding = asyncio.create_task(dispatch.prefill(first, first.new_attempt()))
+    await asyncio.sleep(0)
+    attempt = second.new_attempt()
+    asyncio.get_running_loop().call_later(0.01, attempt.lose, AttemptLost("worker_lost"))
+    async with asyncio.timeout(2):
+        with pytest.raises(AttemptLost, match="worker_lost"):
+            await dispatch.prefill(second, attempt)
+    assert dispatch.num_unaccepted == 1
+    holding.cancel()
+    await asyncio.gather(holding, return_exceptions=True)
+    assert dispatch.num_unaccepted == 0

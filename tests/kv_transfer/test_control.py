@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from kv_transfer.control import GrpcKVControl, KVTransferServicer
 from kv_transfer.imports import Imports
 from kv_transfer.lease import LeaseKey, LeaseState, LeaseVerdict
 from kv_transfer.registry import make_importers
-from tests.kv_transfer.rig import HOST, LAYOUT, Rig, moves, open_rig
+from tests.kv_transfer.rig import HOST, LAYOUT, WAIT_S, Rig, moves, open_rig
 
 TOKEN = "run-token"
 PROTOCOL = 1
@@ -142,3 +143,40 @@ async def test_nobody_there_is_peer_lost(tmp_path: Path) -> None:
         with pytest.raises(PeerLost):
             await it.imports.fetch(offer, moves({0: 3}))
         await it.imports.release(offer)
+
+
+async def test_a_connection_closed_under_a_call_is_a_lost_peer_and_no_cancel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fetch that fails closes the connection that another one may be asking over."""
+
+    hello, muted = KVTransferServicer.Hello, asyncio.Event()
+
+    async def mute_once(*args: Any) -> wire.worker.HelloResponse:
+        if not muted.is_set():
+            muted.set()
+            await asyncio.sleep(WAIT_S)
+        return await hello(*args)
+
+    monkeypatch.setattr(KVTransferServicer, "Hello", mute_once)
+    async with served(tmp_path) as it:
+        offer = await it.rig.offer([4, 5])
+        fetching = asyncio.create_task(it.imports.fetch(offer, moves({1: 3})))
+        await muted.wait()
+        await it.control.forget(it.endpoint)
+        async with asyncio.timeout(WAIT_S / 2):
+            with pytest.raises(PeerLost):
+                await fetching
+        second = await it.rig.offer([4, 5])
+        assert (await it.imports.fetch(second, moves({1: 3}))).num_blocks == 1
+
+
+async def test_a_way_that_could_not_be_opened_for_any_reason_is_tried_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(tmp_path) as it:
+        monkeypatch.setattr("kv_transfer.links.choose", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await it.imports.fetch(await it.rig.offer([4]), moves({0: 3}))
+        monkeypatch.undo()
+        assert (await it.imports.fetch(await it.rig.offer([4]), moves({0: 3}))).num_blocks == 1

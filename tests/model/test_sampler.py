@@ -238,3 +238,27 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float) -> None:
         Sampled(error="logits are not finite"),
         Sampled(5),
     ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"repetition_penalty": 1e-38},
+        {"repetition_penalty": 1e-45},
+        {"repetition_penalty": math.nan},
+        {"min_tokens": 50, "stop_token_ids": tuple(range(16))},
+        {"logit_bias": ((1, math.inf),)},
+        {"logit_bias": ((1, math.nan),)},
+    ],
+)
+def test_a_row_that_its_parameters_leave_without_a_finite_largest_value_fails_alone(
+    bad: dict[str, Any], temperature: float
+) -> None:
+    logits = torch.randn(3, 16, generator=SEEDED)
+    logits[:, 1] = 20.0
+    good = request(temperature=temperature)
+    results = sample(logits, [good, request(temperature=temperature, **bad), good])
+    assert results[1].token_id == -1
+    assert results[1].error is not None
+    assert [results[0], results[2]] == [sample(logits[i : i + 1], [good])[0] for i in (0, 2)]

@@ -124,15 +124,14 @@ class Cluster:
 
         await until(is_replaced, START_S)
         for gateway in self.of_role("gateway"):
-            await self._until_known(gateway)
+            await self._until_known(gateway, lambda: {worker.id for worker in self.workers})
 
-    async def _until_known(self, gateway: Process, *others: str) -> None:
-        """Until the gateway has all workers that there are now (others may still be on their way
-        out) and ``others``, and a stream to every decode worker that it has."""
+    async def _until_known(self, gateway: Process, worker_ids: Callable[[], set[str]]) -> None:
+        """Until the gateway has these workers (asked anew each time, since some may be on their way
+        out), and a stream to every decode worker that it has."""
 
         async def is_linked() -> bool:
-            worker_ids = {worker.id for worker in self.workers}.union(others)
-            if not await is_ready(channel, worker_ids):
+            if not await is_ready(channel, worker_ids()):
                 return False
             statistics = await self.debug(gateway, "gateway")
             return bool(statistics["num_decode_links"] == statistics["num_decode_workers"])
@@ -162,7 +161,7 @@ class Cluster:
                 ready = json.loads(await process.stdout.readline())
             del ready["ready"]
             for gateway in self.of_role("gateway") if joins else ():
-                await self._until_known(gateway, ready["id"])
+                await self._until_known(gateway, lambda: {ready["id"]})
             yield Process(**ready)
         finally:
             with suppress(ProcessLookupError):

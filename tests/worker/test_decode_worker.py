@@ -9,6 +9,7 @@ import pytest
 from common import failpoints
 from common.types import EngineEvent, ImportReady, StepRecord
 from common.wire import worker as wire
+from kv_transfer.imports import Imports
 from tests.worker.pair import Pair, hand_off, open_pair
 from tests.worker.peers import Stream
 from tests.worker.rig import (
@@ -345,3 +346,17 @@ async def test_the_spans_of_a_sequence_hang_under_its_attempt(
     assert fetch.attributes["baton.num_bytes"] == 8 * 4 * 64
     assert len(next(span for span in spans if span.name == "decode.run").links) == 2
     assert [s.error for s in spans if s.name == "decode"] == ["", "aborted"]
+
+
+@pytest.mark.parametrize("error", [OSError("no memory to map it"), asyncio.CancelledError()])
+async def test_a_fetch_that_ends_in_any_other_way_is_told_too(
+    pair: Pair, stream: Stream, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    async def fetch(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(Imports, "fetch", fetch)
+    await hand_off(pair, stream, "r", prompt(30))
+    assert (await stream.end_of("r")).reason == wire.END_REASON_KV_LOST
+    await until(lambda: pair.worker.statistics().sequences == 0)
+    assert (await pair.decode.counts()).importing == 0

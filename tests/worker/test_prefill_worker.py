@@ -85,7 +85,7 @@ async def test_prompt_logprobs_that_no_message_can_hold(setup: Setup, monkeypatc
     monkeypatch.setattr("prefill_worker.ticket.MAX_TICKET_BYTES", 500)
     sampling = params(4, prompt_logprobs=20)
     await setup.gateway.publish(state_of("r", 1, prompt(30), sampling=sampling))
-    assert (await setup.gateway.ticket("r")).failure.reason == "too_large"
+    assert (await setup.gateway.ticket("r")).failure.reason == "message_too_large"
     await setup.until_clean()
 
 

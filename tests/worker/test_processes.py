@@ -202,3 +202,38 @@ async def promised_stream(decode: Worker) -> GrpcStream:
     )
     await stream.next("granted")
     return stream
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_one_signal_ends_a_worker_that_waits_for_nats(role: str, tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text(TOKEN)
+    token_file.chmod(0o600)
+    values = {
+        "nats_url": "nats://127.0.0.1:1",
+        "token_file": token_file,
+        "pool_dir": tmp_path,
+        "model": "oracle",
+        "num_blocks": 8,
+        "transport": "shm",
+    }
+    environment = {f"BATON_{name.upper()}": str(value) for name, value in values.items()}
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cli.main", role),
+        env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert child.stderr is not None
+        async with asyncio.timeout(60):
+            while b"NATS" not in await child.stderr.readline():
+                pass
+            child.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            assert await child.wait() == 0
+        assert b"Traceback" not in await child.stderr.read()
+        assert not [name for name in os.listdir(tmp_path) if name.startswith("baton-kv-")]
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
