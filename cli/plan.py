@@ -16,7 +16,7 @@ from rich.table import Table
 
 from cli.model_shape import ModelShape, read_shape
 from cli.output import print_json
-from cli.sizes import format_bytes, parse_bytes
+from common.sizes import format_bytes, parse_bytes
 from common.errors import ConfigError
 
 

@@ -16,7 +16,9 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from common.config_check import check_environment, check_names, explain, yaml_reason
 from common.errors import ConfigError
+from common.sizes import Bytes
 from common.tls import TlsFiles
 from common.types import LocalPrefill, Role
 
@@ -51,7 +53,7 @@ class ProcessSettings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="log level")
     failpoints: str = Field("", description="tests only: name=action@count;...")
-    allow_failpoints: bool = Field(False, description="tests and --chaos only")
+    allow_failpoints: bool = Field(False, description="for tests")
     reflection: bool = Field(False, description="serve gRPC reflection")
 
     @classmethod
@@ -75,13 +77,13 @@ class ProcessSettings(BaseSettings):
     def _tls_files_come_together(self) -> Self:
         num_given = sum(map(bool, (self.tls_cert_file, self.tls_key_file, self.tls_ca_file)))
         if num_given not in (0, 3):
-            raise ValueError("tls_cert_file, tls_key_file and tls_ca_file go together")
+            raise ConfigError("tls_cert_file", "tls_key_file and tls_ca_file go together with it")
         return self
 
     @model_validator(mode="after")
     def _failpoints_are_for_tests(self) -> Self:
         if self.failpoints and not self.allow_failpoints:
-            raise ValueError("failpoints need allow_failpoints (tests and --chaos only)")
+            raise ConfigError("failpoints", "need allow_failpoints; they are for tests")
         return self
 
 
@@ -94,7 +96,7 @@ class GatewaySettings(ProcessSettings):
     )
     model: str = Field("default", description="prepared model entry (DIR), oracle or null")
     grpc_port: int = Field(50051, ge=0, le=65535, description="public gRPC port; 0 means free")
-    max_message_bytes: int = Field(16 << 20, ge=1 << 16, description="largest public message")
+    max_message_bytes: Bytes = Field(16 << 20, ge=1 << 16, description="largest public message")
     max_model_len: int | None = Field(None, ge=1, description="longest prompt + output")
     max_queued_requests: int = Field(1024, ge=1, description="requests waiting for a worker")
     max_queued_tokens: int = Field(1 << 20, ge=1, description="prompt tokens waiting for a worker")
@@ -114,9 +116,11 @@ class WorkerSettings(ProcessSettings):
     worker_id: str | None = Field(None, description="default: role, host and a start nonce")
     model: str = Field("default", description="prepared model entry (DIR), oracle or null")
     port: int = Field(0, ge=0, le=65535, description="internal gRPC port; 0 means free")
-    device: str = Field("cpu", description="cpu or cuda[:N]")
+    device: str = Field("cpu", description="cpu is the only one that works now")
     dtype: Literal["float32", "float16", "bfloat16"] = Field("float32", description="activations")
-    kernels: Literal["auto", "torch", "triton"] = Field("auto", description="attention and friends")
+    kernels: Literal["auto", "torch"] = Field(
+        "auto", description="attention and matrix products; auto picks torch"
+    )
     transport: Literal["auto", "shm", "tcp"] = Field("auto", description="KV hand-off")
     insecure_transfer: bool = Field(
         False, description="KV data port off loopback without TLS: who reads it, reads prompts"
@@ -124,8 +128,9 @@ class WorkerSettings(ProcessSettings):
     pool_dir: Path = Field(Path("/dev/shm"), description="where shm pools lie; a tmpfs")
     block_size: int = Field(16, ge=1, le=256, description="tokens a KV block")
     num_blocks: int | None = Field(None, ge=2, description="KV blocks, instead of a memory size")
-    kv_cache_memory_bytes: int = Field(1 << 29, ge=1 << 16, description="KV pool on a CPU")
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="share of the device")
+    kv_cache_memory_bytes: Bytes = Field(
+        1 << 29, ge=1 << 16, description="size of the KV pool, as 1GiB"
+    )
     enable_prefix_caching: bool = Field(True, description="reuse blocks of equal prefixes")
     enable_chunked_prefill: bool = Field(True, description="split long prompts over steps")
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens a step")
@@ -147,7 +152,9 @@ class PrefillSettings(WorkerSettings):
 class DecodeSettings(WorkerSettings):
     local_prefill: LocalPrefill = Field(LocalPrefill.AUTO, description="compute prompts here")
     decode_lookahead: float = Field(1.25, ge=1, le=4, description="promises over the pool's size")
-    outbox_max_bytes: int = Field(64 << 20, ge=1 << 16, description="undelivered tokens a gateway")
+    outbox_max_bytes: Bytes = Field(
+        64 << 20, ge=1 << 16, description="undelivered tokens a gateway"
+    )
     outbox_timeout_s: float = Field(4.0, gt=0, description="outbox not drained for this: closed")
 
     @property
@@ -172,6 +179,7 @@ def load(
 ) -> SettingsT:
     """Settings of one process. ``flags`` holds what was given on the command line (None: not
     given). Raises ConfigError naming the setting and what would do."""
+    check_environment(_names())
     path = config_file or (Path(os.environ["BATON_CONFIG"]) if os.getenv("BATON_CONFIG") else None)
     values = _from_yaml(kind, path) if path else {}
     values = {k: v for k, v in values.items() if f"BATON_{k.upper()}" not in os.environ}
@@ -179,20 +187,28 @@ def load(
     try:
         return kind(**values)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = str(first["loc"][0]) if first["loc"] else kind.__name__
-        raise ConfigError(name, str(first["msg"])) from None
+        raise explain(error) from None
+
+
+def _names() -> set[str]:
+    """Of all settings: one YAML file, and one environment, serve every kind of process."""
+    kinds: tuple[type[ProcessSettings], ...] = (GatewaySettings, PrefillSettings, DecodeSettings)
+    return {name for kind in kinds for name in kind.model_fields}
 
 
 def _from_yaml(kind: type[ProcessSettings], path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError("config", f"cannot read {path}: {error}") from None
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError("config", f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError("config", f"{path} is not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        raise ConfigError("config", f"{path}: {yaml_reason(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError("config", f"{path} must hold a mapping of settings")
-    known = {k: v for k, v in content.items() if k in kind.model_fields}
-    return known
+    check_names(content, _names())
+    return {k: v for k, v in content.items() if k in kind.model_fields}
 
 
 def read_token(path: Path | None, setting: str) -> str:

@@ -11,6 +11,8 @@ that vLLM's launcher uses, with shorter timers: without ``grpc.http2.ping_timeou
 goes unseen for 60 s. All the timers are in docs/design.md.
 """
 
+import errno
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias
@@ -113,9 +115,12 @@ def make_public_server(max_message_bytes: int) -> aio.Server:
     )
 
 
-def bind(server: aio.Server, host: str, port: int, tls: TlsFiles | None = None) -> int:
+def bind(
+    server: aio.Server, host: str, port: int, tls: TlsFiles | None = None, setting: str = "port"
+) -> int:
     """Listens on ``host:port`` (0: a free one) and returns the port. With ``tls`` only those who
-    show a certificate of the same authority get as far as a call. Raises ConfigError."""
+    show a certificate of the same authority get as far as a call. Raises ConfigError that names
+    ``setting``."""
     credentials = None
     if tls is not None:
         cert, key, ca = tls.read()
@@ -125,7 +130,20 @@ def bind(server: aio.Server, host: str, port: int, tls: TlsFiles | None = None) 
             return server.add_secure_port(endpoint(host, port), credentials)
         return server.add_insecure_port(endpoint(host, port))
     except RuntimeError:
-        raise ConfigError("port", f"cannot listen on {endpoint(host, port)}") from None
+        raise ConfigError(setting, _not_bound(host, port, setting)) from None
+
+
+def _not_bound(host: str, port: int, setting: str) -> str:
+    """Why; gRPC does not say."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            flag = "--" + setting.replace("_", "-")
+            return f"{endpoint(host, port)} is taken; give another {flag}, 0 for a free one"
+        return f"cannot listen on {endpoint(host, port)}: {error.strerror}"
+    return f"cannot listen on {endpoint(host, port)}"
 
 
 def endpoint(host: str, port: int) -> str:

@@ -150,7 +150,7 @@ async def _serve(
     health = rpc.Health(server, [INFERENCE_SERVICE])
     if settings.reflection:
         rpc.enable_reflection(server, [INFERENCE_SERVICE])
-    port = rpc.bind(server, settings.host, settings.grpc_port)
+    port = rpc.bind(server, settings.host, settings.grpc_port, setting="grpc_port")
     await server.start()
     return server, health, port
 

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from cli.kv_waste.replay import WASTE, Outcome
 from cli.kv_waste.workload import STEP_MS, Workload
-from cli.sizes import format_bytes
+from common.sizes import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import pytest
 from cli.main import main
 from cli.model_shape import read_shape
 from cli.plan import make_plan
-from cli.sizes import format_bytes, parse_bytes
+from common.sizes import format_bytes, parse_bytes
 from common.errors import ConfigError, ModelError
 
 DATA = Path(__file__).parents[2] / "bench/data"

@@ -187,7 +187,7 @@ def test_a_port_that_is_taken_is_one_line_and_status_2(up: Up, tmp_path: Path) -
         env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
     )
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: port: cannot listen")
+    assert result.stderr.startswith(f"error: grpc_port: 127.0.0.1:{port} is taken; ")
     assert result.stderr.count("\n") == 1
     assert not list(tmp_path.glob("baton/run-*"))
 

@@ -76,7 +76,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         for role, flags in roles.items():
             command = [sys.executable, "-m", "cli.main", role, *flags]
             if role == "decode":
-                command = ["ip", "netns", "exec", os.environ["BATON_TEST_OTHER_HOST"], *command]
+                command = ["ip", "netns", "exec", os.environ["NETNS_OTHER_HOST"], *command]
             processes[role] = await stack.enter_async_context(_running(command, folder, role))
             ready[role] = await _ready(processes[role])
         state_file = folder / "state.json"
@@ -103,7 +103,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 
 def _security(folder: Path) -> tuple[list[str], str]:
     """Flags of every process, and what the configuration of NATS says about it."""
-    if os.environ["BATON_TEST_LINK"] != "tls":
+    if os.environ["NETNS_LINK"] != "tls":
         return [], ""
     alt_names = ",".join(f"IP:{address}" for address in (*ADDRESSES, "127.0.0.1"))
     tls = make_tls_files(folder, "run", make_authority(folder), alt_names)

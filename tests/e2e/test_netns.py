@@ -62,7 +62,7 @@ def test_two_hosts_and_their_link_cut(
         *("ip", "netns", "exec", hosts[0], sys.executable, "-m", "pytest", str(SCENARIO)),
         *("-q", "-s", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "inside")),
     ]
-    environment = {**os.environ, "BATON_TEST_OTHER_HOST": hosts[1], "BATON_TEST_LINK": security}
+    environment = {**os.environ, "NETNS_OTHER_HOST": hosts[1], "NETNS_LINK": security}
     inside = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     print(inside.stdout)
     assert inside.returncode == 0, inside.stdout[-6000:] + inside.stderr[-2000:]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import socket
 import struct
 import time
 from collections.abc import Awaitable, Callable
@@ -12,6 +13,7 @@ import pytest
 
 from kv_transfer.lease import LeaseKey
 from kv_transfer.tcp import exporter, frames
+from kv_transfer.tcp.stream import accepted
 from tests.kv_transfer.rig import LAYOUT, moves, open_rig
 from tests.kv_transfer.stranger import (
     CLAIMED,
@@ -166,12 +168,43 @@ async def test_hanging_up_without_a_word_is_not_strange(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_connections", [1, 20])
 async def test_closing_closes_what_just_came(num_connections: int, tmp_path: Path) -> None:
-    """Also a connection that was accepted a moment ago, and one whose task has not run yet."""
-    for turn in range(20):
-        (tmp_path / str(turn)).mkdir()
-        async with open_rig("tcp", tmp_path / str(turn)) as rig:
-            strangers = [Stranger(address_of(rig)) for _ in range(num_connections)]
+    """Connections and the end come to the port's thread at the same time, in every order."""
+    for first in ("connections", "end", "nobody"):
+        (tmp_path / first).mkdir()
+        async with open_rig("tcp", tmp_path / first) as rig:
+            address, (port,) = address_of(rig), rig.exports._exporters.values()
+            assert isinstance(port, exporter.TcpExporter)
+            if first != "nobody":  # it looks up only when both have come
+                port._loop.call_soon_threadsafe(time.sleep, 0.1)
+            if first == "end":
+                port._loop.call_soon_threadsafe(port._accepting.cancel)
+            strangers = [Stranger(address) for _ in range(num_connections)]
         for stranger in strangers:
             assert stranger.hear() == b""
             stranger.close()
     gc.collect()  # a socket left open warns, and a warning is an error here
+
+
+async def test_who_has_to_go_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that has to go before its turn has come."""
+    monkeypatch.setattr(exporter, "MAX_HANDSHAKES", 1)
+    async with open_rig("tcp", tmp_path) as rig:
+        (port,) = rig.exports._exporters.values()
+        assert isinstance(port, exporter.TcpExporter)
+        ours, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
+
+        async def serve() -> None:
+            async with asyncio.TaskGroup() as group:
+                for end in ours:
+                    port._admit(accepted(port._loop, end, None), group)
+
+        done = asyncio.run_coroutine_threadsafe(serve(), port._loop)
+        for end in theirs[:2]:
+            end.settimeout(1.0)
+            assert await asyncio.to_thread(end.recv, 1) == b""
+        theirs[2].close()
+        await asyncio.wrap_future(done)
+        for end in theirs:
+            end.close()
+        assert rig.exports.statistics().num_strangers >= 2
+    gc.collect()

@@ -1,11 +1,14 @@
 """Incremental text: every character once, none cut, no stop string leaked, however tokens come."""
 
+import random
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from gateway.detokenizer import Detokenizer
+from gateway.detokenizer import Detokenizer, _StopStrings
 
 END = "<|end|>"
 
@@ -166,3 +169,31 @@ def test_bytes_that_change_earlier_text_are_survived() -> None:
 def test_without_a_tokenizer_there_is_no_text() -> None:
     delta = Detokenizer(None).push([1, 2, 3])
     assert (delta.text, delta.num_tokens, delta.stop) == ("", 3, None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(seed: int) -> None:
+    rng = random.Random(seed)
+    stops = ["".join(rng.choices("ab", k=rng.randint(1, 9))) for _ in range(3)]
+    machine = _StopStrings(stops, include=False)
+    text = shown = ""
+    while machine.matched is None and len(text) < 200:
+        piece = "".join(rng.choices("abc", k=rng.randint(0, 4)))
+        text += piece
+        shown += machine.push(piece, look=True)
+        if machine.matched is None:
+            held = max(
+                n for n in range(len(text) + 1)
+                if n == 0 or any(len(s) > n and s.startswith(text[-n:]) for s in stops)
+            )  # fmt: skip
+            assert (shown, machine.held) == (text[: len(text) - held], text[len(text) - held :])
+
+
+def test_long_stop_strings_cost_no_more_for_what_is_held_back() -> None:
+    stops = ["b" + chr(0x4E00 + i) * 1022 for i in range(15)] + ["a" * 1023 + "b"]
+    machine = _StopStrings(stops, include=False)
+    machine.push("a" * 1000, look=True)
+    began_s = time.thread_time()
+    for _ in range(200):
+        machine.push("a", look=True)
+    assert time.thread_time() - began_s < 0.2  # 1.2 s when each looks at all that is held

@@ -1,6 +1,9 @@
 """Sizes in bytes as people write them: 80GiB, 40GB, 1048576."""
 
 import re
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ValidationInfo
 
 from common.errors import ConfigError
 
@@ -27,3 +30,12 @@ def format_bytes(num_bytes: int) -> str:
         if num_bytes >= _BINARY[unit]:
             return f"{num_bytes / _BINARY[unit]:,.2f} {unit}iB"
     return f"{num_bytes} B"
+
+
+def _parsed(value: Any, info: ValidationInfo) -> Any:
+    return parse_bytes(value, str(info.field_name)) if isinstance(value, str) else value
+
+
+SIZE = BeforeValidator(_parsed)
+# The type of a setting that is a size.
+Bytes = Annotated[int, SIZE]
