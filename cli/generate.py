@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cli.output import print_json, print_text
+from cli.output import print_json, print_text, rounded_ms
 from cli.target import Address, gateway_address
 from common.client import Chat, Chunk, Completion, Prompt, Sampling, SyncBatonClient
 from common.errors import ConfigError, InternalError
@@ -62,8 +62,10 @@ def completion_of(chunks: list[Chunk]) -> Completion:
 
 
 def _prompt(text: str | None, token_ids: str | None, chat: bool) -> Prompt:
-    if (text is None) == (token_ids is None):
-        raise ConfigError("prompt", "give either a text or --token-ids")
+    if text is None and token_ids is None:
+        raise ConfigError("prompt", "give a text or --token-ids")
+    if text is not None and token_ids is not None:
+        raise ConfigError("prompt", "give a text or --token-ids, not both")
     if token_ids is not None:
         try:
             return [int(number) for number in token_ids.split(",")]
@@ -80,7 +82,8 @@ def _as_dict(chunks: list[Chunk], complete: Completion) -> dict[str, object]:
         "token_ids": [token_id for chunk in chunks for token_id in chunk.token_ids],
         "finish_reason": complete.finish_reason.value,
         "usage": asdict(complete.usage),
-        "phases_ms": asdict(complete.phases_ms),
+        "phases_ms": {k: rounded_ms(v) for k, v in asdict(complete.phases_ms).items()},
+        "seed": complete.seed,
         "trace_id": complete.trace_id,
     }
 

@@ -14,6 +14,7 @@ from cli.plan import plan
 from cli.prepare import prepare
 from cli.process import decode, gateway, prefill
 from cli.scale import scale
+from cli.settings_flags import SettingsCommand
 from cli.status import status
 from cli.trace import trace
 from cli.up import up
@@ -27,10 +28,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (up, scale, generate, chat, status, trace, prepare, plan, kv_waste, demo):
+app.command(cls=SettingsCommand)(up)
+for command in (scale, generate, chat, status, trace, prepare, plan, kv_waste, demo):
     app.command()(command)
 for command, name in ((gateway, "gateway"), (prefill, "prefill"), (decode, "decode")):
-    app.command(name, rich_help_panel="Single processes")(command)
+    app.command(name, cls=SettingsCommand, rich_help_panel="Single processes")(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -143,6 +143,7 @@ class OtlpReceiver:
         forward_to: str | None = None,
     ) -> None:
         self._store = TraceStore(max_traces, max_bytes)
+        self._max_traces = max_traces
         self._forward_to = forward_to
         self._queue: asyncio.Queue[service.ExportTraceServiceRequest] = asyncio.Queue(
             _FORWARD_QUEUE
@@ -169,6 +170,11 @@ class OtlpReceiver:
 
     def find(self, id_: str) -> supervisor.GetTraceResponse | None:
         return self._store.find(id_)
+
+    @property
+    def kept(self) -> str:
+        """Which traces there are, in words."""
+        return f"the last {self._max_traces} are kept, there are {len(self._store)}"
 
     async def stop(self) -> None:
         await self._server.stop(0.5)

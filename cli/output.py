@@ -5,6 +5,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 from common.types import PhasesMs
@@ -22,6 +23,24 @@ def print_text(text: str) -> None:
         text = "".join(char for char in text if char.isprintable() or char in "\n\t")
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def print_plain(content: RenderableType) -> None:
+    """Tables and trees on stdout; without the blanks that fill up their lines where a program may
+    read them."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(content)
+        return
+    with console.capture() as capture:
+        console.print(content)
+    lines = capture.get().splitlines()
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in lines))
+
+
+def rounded_ms(milliseconds: float) -> float:
+    """As JSON has them: no more digits than mean something."""
+    return round(milliseconds, 1)
 
 
 def phase_table(phases: PhasesMs) -> Table:

@@ -6,6 +6,7 @@ What it cannot know from a config is what a step needs besides (activations, the
 and graphs); a worker on a GPU measures that and subtracts it too. So a plan is an upper bound.
 """
 
+import asyncio
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,9 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.model_shape import ModelShape, read_shape
+from cli.models import prepared
 from cli.output import print_json
-from common.sizes import format_bytes, parse_bytes
+from cli.prepare import DEFAULT_MODEL
 from common.errors import ConfigError
+from common.sizes import format_bytes, parse_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,9 @@ class Plan:
 
 
 def plan(
-    model: Annotated[Path, typer.Option(help="prepared entry, Hugging Face folder or config.json")],
+    model: Annotated[
+        str, typer.Option(help="default, prepared entry, Hugging Face folder or config.json")
+    ],
     memory: Annotated[str, typer.Option(help="the device's, as 80GiB")],
     prompt: Annotated[int, typer.Option(min=1, help="prompt tokens of a request")],
     output: Annotated[int, typer.Option(min=1, help="output tokens of a request")],
@@ -67,7 +72,7 @@ def plan(
 ) -> None:
     """Tell how many requests fit into a memory, from the model's config alone."""
     made = make_plan(
-        read_shape(model),
+        read_shape(_path_of(model)),
         memory_bytes=parse_bytes(memory, "memory"),
         request=(prompt, output),
         dtype=dtype,
@@ -79,6 +84,10 @@ def plan(
         print_json({**asdict(made), "weight_share": round(made.weight_share, 6)})
     else:
         _print(made)
+
+
+def _path_of(model: str) -> Path:
+    return Path(asyncio.run(prepared(model)) if model == DEFAULT_MODEL else model)
 
 
 def make_plan(
@@ -101,18 +110,17 @@ def make_plan(
         )
     value_bytes, token_bytes = shape.value_bytes(dtype), shape.kv_bytes_per_token(dtype)
     weight_bytes = shape.num_parameters() * value_bytes
-    usable, block_bytes = int(memory_bytes * utilization), token_bytes * block_size
-    num_blocks = (usable - weight_bytes) // block_bytes - 1  # one is the null block
+    budget, block_bytes = int(memory_bytes * utilization) - weight_bytes, token_bytes * block_size
+    num_blocks = budget // block_bytes - 1  # one is the null block
     if num_blocks < 1:
         raise ConfigError(
             "memory",
-            f"{format_bytes(memory_bytes)} x {utilization:g} = {format_bytes(usable)}, less "
-            f"{format_bytes(weight_bytes)} of weights, leaves no block of "
-            f"{format_bytes(block_bytes)} beside the null block",
+            f"{format_bytes(memory_bytes)} x {utilization:g} = "
+            f"{format_bytes(budget + weight_bytes)}, less {format_bytes(weight_bytes)} of weights, "
+            f"leaves no block of {format_bytes(block_bytes)} beside the null block",
         )
     # The last output token's keys and values are never computed.
     blocks_per_request = -(-(num_prompt + num_output - 1) // block_size)
-    budget = usable - weight_bytes
     return Plan(
         model=shape.name,
         dtype=str(dtype or shape.dtype),

@@ -10,11 +10,12 @@ import json
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from common.errors import ConfigError
+from common.errors import ConfigError, Unavailable
 
 _STATE = "state.json"
 _LOCK = "lock"
@@ -23,7 +24,8 @@ _LOCK = "lock"
 @dataclass(frozen=True, slots=True)
 class RunState:
     """What the other commands need to know. ``grpc`` are the gateways' public addresses;
-    ``supervisor`` answers on loopback, with the token in ``token_file``."""
+    ``supervisor`` answers on loopback, with the token in ``token_file``. While ``starting`` nobody
+    answers yet."""
 
     pid: int
     model: str
@@ -31,6 +33,7 @@ class RunState:
     supervisor: str
     token_file: str
     processes: tuple[Mapping[str, str | int], ...]
+    starting: bool = False
 
 
 class RunDir:
@@ -62,17 +65,35 @@ class RunDir:
 
 
 def find_run() -> RunState:
-    """The newest run on this machine. Raises ConfigError when there is none."""
-    states = [path for path in _base().glob(f"run-*/{_STATE}") if not _abandoned(path.parent)]
-    for path in sorted(states, key=_age_key, reverse=True):
+    """The newest run on this machine; says on stderr which it is if there are several. Raises
+    ConfigError when there is none, Unavailable when it has not started yet."""
+    found = _states()
+    up = [state for state in found if not state.starting]
+    if not found:
+        raise ConfigError("address", "no `baton up` is running here; start one or give --address")
+    if not up:
+        raise Unavailable("`baton up` is still starting")
+    if len(up) > 1:
+        state = up[0]
+        sys.stderr.write(
+            f"baton: {len(up)} runs here; this is the newest, pid {state.pid} at {state.grpc[0]}\n"
+        )
+    return up[0]
+
+
+def _states() -> list[RunState]:
+    """Of all runs that live, the newest first."""
+    found = []
+    paths = [path for path in _base().glob(f"run-*/{_STATE}") if not _abandoned(path.parent)]
+    for path in sorted(paths, key=_age_key, reverse=True):
         try:
             content = json.loads(path.read_text())
             content["grpc"] = tuple(content["grpc"])
             content["processes"] = tuple(content["processes"])
-            return RunState(**content)
+            found.append(RunState(**content))
         except (OSError, ValueError, KeyError, TypeError):
             continue
-    raise ConfigError("address", "no `baton up` is running here; start one or give --address")
+    return found
 
 
 def write_private(path: Path, text: str) -> None:

@@ -8,12 +8,21 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
 from common.config import ProcessSettings
+from common.sizes import SIZE, format_bytes
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file of settings; also BATON_CONFIG")
 ]
+
+
+class SettingsCommand(TyperCommand):
+    """Its help has no frames: in their columns the names of settings would be cut."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "rich_markup_mode": None})
 
 
 def with_settings(
@@ -46,15 +55,13 @@ def with_settings(
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     flag = "--" + name.replace("_", "-")
     text = (field.description or "") + _default(field)
-    panel = "Settings"
     annotation: Any
     if field.annotation is bool:
-        option = typer.Option(f"{flag}/--no-{flag[2:]}", help=text, rich_help_panel=panel)
+        option = typer.Option(f"{flag}/--no-{flag[2:]}", help=text)
         annotation = Annotated[bool | None, option]
     else:
-        option = typer.Option(
-            flag, help=text, rich_help_panel=panel, metavar=_metavar(field.annotation)
-        )
+        metavar = "SIZE" if SIZE in field.metadata else _metavar(field.annotation)
+        option = typer.Option(flag, help=text, metavar=metavar)
         annotation = Annotated[str | None, option]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
@@ -66,6 +73,8 @@ def _default(field: FieldInfo) -> str:
     # A factory's default is another one each time, and None is explained by the text.
     if default is None or default == "" or field.default_factory is not None:
         return ""
+    if SIZE in field.metadata:
+        default = format_bytes(default).replace(".00", "")
     return f" (default: {default})"
 
 

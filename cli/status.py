@@ -3,10 +3,9 @@
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from cli.output import print_json
+from cli.output import print_json, print_plain
 from cli.target import Address, gateway_address
 from common.client import SyncBatonClient
 from common.wire import inference
@@ -25,7 +24,7 @@ def status(
         refused = [_refused(worker) for worker in listing.refused]
         print_json({"workers": [_worker(w) for w in listing.workers], "refused": refused})
     else:
-        Console(highlight=False).print(_table(listing))
+        print_plain(_table(listing))
 
 
 def _worker(worker: inference.WorkerStatus) -> dict[str, Any]:

@@ -29,7 +29,7 @@ _EXIT_S = 5.0
 
 class Supervisor:
     """Owns all children. ``report`` is told what a user should know while they run;
-    ``on_change`` that pids have changed."""
+    ``progress`` what it waits for until it is up; ``on_change`` that pids have changed."""
 
     def __init__(
         self,
@@ -39,6 +39,7 @@ class Supervisor:
         log_dir: Path,
         drain_budget_s: float,
         report: Report,
+        progress: Report,
         on_change: Callable[[], None],
     ) -> None:
         self._nats = nats
@@ -46,6 +47,7 @@ class Supervisor:
         self._gateways = [Child(spec, log_dir) for spec in gateways]
         self._grace_s = drain_budget_s + _EXIT_S
         self._report = report
+        self._progress = progress
         self._on_change = on_change
         self._keepers: dict[Child, asyncio.Task[None]] = {}
         self._nats_keeper: asyncio.Task[None] | None = None
@@ -69,12 +71,22 @@ class Supervisor:
         """Returns when a request to any gateway would succeed. Raises ConfigError or ChildFailed;
         `stop` is to be called then too."""
         children = (*self._workers, *self._gateways)
+        waiting = [child.spec.label for child in children]
+
+        async def start(child: Child) -> None:
+            await child.start()
+            waiting.remove(child.spec.label)
+            if waiting:
+                self._progress(f"waiting for {', '.join(waiting)}")
+
+        self._progress(f"waiting for {', '.join(waiting)}")
         try:
             async with asyncio.TaskGroup() as group:
                 for child in children:
-                    group.create_task(child.start())
+                    group.create_task(start(child))
         except BaseExceptionGroup as group_error:
             raise _first(group_error) from None
+        self._progress("waiting until gateways and workers know each other")
         expected = {worker.id for worker in self.workers}
         for gateway in self.gateways:
             await wait_until_ready(gateway.grpc, expected)
@@ -99,7 +111,7 @@ class Supervisor:
             await child.stop(self._grace_s)
             raise
         self._keepers[child] = asyncio.create_task(self._keep(child))
-        self._report(f"{spec.label} is there")
+        self._report(f"{_name(child)} is ready")
         self._on_change()
         return ready
 
@@ -110,7 +122,7 @@ class Supervisor:
         status = await child.stop(self._grace_s)
         if child in self._workers:
             self._workers.remove(child)
-        self._report(f"{child.spec.label} is drained, it {_ending(status)}")
+        self._report(f"{_name(child)} {'has stopped' if status == 0 else _ending(status)}")
         self._on_change()
         return status
 
@@ -146,6 +158,7 @@ class Supervisor:
                 deaths += 1
                 self._report(error.message)
             else:
+                self._report(f"{_name(child)} is ready")
                 self._on_change()
                 return
 
@@ -186,6 +199,11 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     errors = [error for error in group.exceptions if isinstance(error, BatonError)]
     config = [error for error in errors if isinstance(error, ConfigError)]
     return next(iter((*config, *errors, *group.exceptions)))
+
+
+def _name(child: Child) -> str:
+    """As the user knows it, and as `baton status` and the logs do."""
+    return f"{child.spec.label} ({child.ready.id})" if child.ready else child.spec.label
 
 
 def _ending(status: int) -> str:

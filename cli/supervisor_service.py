@@ -41,7 +41,7 @@ class SupervisorServer(supervisor_grpc.SupervisorServiceServicer):
     ) -> wire.GetTraceResponse:
         found = self._receiver.find(request.id)
         if found is None:
-            raise InvalidRequest("id", "no such trace here; only the last ones are kept")
+            raise InvalidRequest("id", f"no such trace; {self._receiver.kept}")
         return found
 
     async def Scale(

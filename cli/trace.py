@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 from grpc import aio
-from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
 from cli.otlp import TraceSpan, spans_of
-from cli.output import print_json
+from cli.output import print_json, print_plain, rounded_ms
 from cli.run_dir import find_run
 from common import rpc
 from common.config import read_secret
@@ -34,7 +33,7 @@ def trace(
     if as_json:
         print_json({"trace_id": found, "spans": [_as_dict(span) for span in spans]})
     else:
-        Console(highlight=False).print(tree_of(found, spans))
+        print_plain(tree_of(found, spans))
 
 
 def tree_of(trace_id: str, spans: list[TraceSpan]) -> Tree:
@@ -97,4 +96,4 @@ def _label(span: TraceSpan, start_ns: int) -> Text:
 
 
 def _as_dict(span: TraceSpan) -> dict[str, object]:
-    return {**asdict(span), "duration_ms": span.duration_ms}
+    return {**asdict(span), "duration_ms": rounded_ms(span.duration_ms)}

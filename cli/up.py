@@ -25,6 +25,7 @@ from cli.launch_plan import CHOSEN, MAX_POOL, LaunchPlan, Pools
 from cli.models import prepared
 from cli.otlp import OtlpReceiver
 from cli.output import print_json
+from cli.progress import Progress
 from cli.run_dir import RunDir, RunState
 from cli.scaling import Scaler
 from cli.settings_flags import ConfigFile, with_settings
@@ -33,7 +34,6 @@ from cli.supervisor_service import SupervisorServer
 from common.config import DecodeSettings, GatewaySettings, PrefillSettings, read_secret
 from common.nats_server import NatsServer
 
-Count = Annotated[int, typer.Option(min=0, max=MAX_POOL)]
 T = TypeVar("T")
 
 
@@ -52,10 +52,18 @@ class Running:
 
 @with_settings(GatewaySettings, PrefillSettings, DecodeSettings, without=CHOSEN)
 def up(
-    prefill: Count = 1,
-    decode: Count = 1,
-    colocated: Count = 0,
-    gateways: Annotated[int, typer.Option(min=1, max=16)] = 1,
+    prefill: Annotated[
+        int, typer.Option(min=0, max=MAX_POOL, help="workers that compute prompts")
+    ] = 1,
+    decode: Annotated[
+        int, typer.Option(min=0, max=MAX_POOL, help="workers that generate tokens")
+    ] = 1,
+    colocated: Annotated[
+        int, typer.Option(min=0, max=MAX_POOL, help="workers that do both by themselves")
+    ] = 0,
+    gateways: Annotated[
+        int, typer.Option(min=1, max=16, help="processes that clients talk to, a port each")
+    ] = 1,
     model: Annotated[
         str, typer.Option(help="default, oracle, null, a model's folder or a .gguf file")
     ] = "default",
@@ -76,14 +84,18 @@ def up(
         _announce(running, as_json)
         await asyncio.Event().wait()
 
-    asyncio.run(run(plan, model, otlp, announce))
+    asyncio.run(run(plan, model, otlp, announce, quiet=as_json))
 
 
 async def run(
-    plan: LaunchPlan, model: str, otlp: str | None, use: Callable[[Running], Awaitable[None]]
+    plan: LaunchPlan,
+    model: str,
+    otlp: str | None,
+    use: Callable[[Running], Awaitable[None]],
+    quiet: bool = False,
 ) -> None:
     """Starts everything, calls ``use``, and stops everything when that returns or a signal comes;
-    a second signal stops at once."""
+    a second signal stops at once. ``quiet``: says nothing of how the start goes."""
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -95,7 +107,7 @@ async def run(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     with suppress(_Stopped):
-        await _run(plan, model, otlp, use, stop)
+        await _run(plan, model, otlp, use, stop, quiet)
 
 
 async def _run(
@@ -104,13 +116,19 @@ async def _run(
     otlp: str | None,
     use: Callable[[Running], Awaitable[None]],
     stop: asyncio.Event,
+    quiet: bool,
 ) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    progress = Progress(console, quiet)
     drain_budget_s = plan.check()
-    entry = await _unless(stop, prepared(model))
     async with AsyncExitStack() as stack:
         run_dir = RunDir()
         stack.callback(run_dir.close)
+        run_dir.save(_starting(model, run_dir))
+        stack.callback(progress.end)
+        progress(f"preparing the model {model}")
+        entry = await _unless(stop, prepared(model))
+        progress("starting nats-server")
         nats = NatsServer(run_dir.path / "nats", tls=plan.tls)
         nats.start()
         stack.callback(nats.stop)
@@ -128,6 +146,7 @@ async def _run(
             log_dir=run_dir.path,
             drain_budget_s=drain_budget_s,
             report=lambda text: console.print(f"baton: {text}", style="yellow"),
+            progress=progress,
             on_change=lambda: run_dir.save(_state(supervisor, entry, service, run_dir)),
         )
         scaler = Scaler(supervisor, partial(_make_worker, plan, links))
@@ -136,7 +155,9 @@ async def _run(
         await _unless(stop, supervisor.start())
         service.can_scale(scaler)
         run_dir.save(_state(supervisor, entry, service, run_dir))
-        await _unless(stop, use(Running(supervisor.gateways, supervisor.workers, run_dir.path)))
+        progress.end()
+        running = Running(supervisor.gateways, supervisor.workers, run_dir.path)
+        await _unless(stop, use(running), lambda: console.print(_stopping(drain_budget_s)))
 
 
 def _make_worker(
@@ -149,19 +170,34 @@ def _make_worker(
     return plan.worker(pool, index, num_threads, *links)
 
 
-async def _unless(stop: asyncio.Event, work: Awaitable[T]) -> T:
-    """The result of ``work``. Cancels it and raises _Stopped when ``stop`` is set first."""
+async def _unless(
+    stop: asyncio.Event, work: Awaitable[T], on_stop: Callable[[], None] = lambda: None
+) -> T:
+    """The result of ``work``. When ``stop`` is set first, calls ``on_stop``, cancels the work and
+    raises _Stopped."""
     loop = asyncio.get_running_loop()
     task, stopped = asyncio.ensure_future(work), loop.create_task(stop.wait())
     try:
         await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
+            on_stop()
             raise _Stopped
         return task.result()
     finally:
         task.cancel()
         stopped.cancel()
         await asyncio.gather(task, stopped, return_exceptions=True)
+
+
+def _stopping(drain_budget_s: float) -> str:
+    return (
+        f"baton: stopping: waiting up to {drain_budget_s:g} s for running requests; "
+        "Ctrl-C again stops at once"
+    )
+
+
+def _starting(model: str, run_dir: RunDir) -> RunState:
+    return RunState(os.getpid(), model, (), "", str(run_dir.token_file), (), starting=True)
 
 
 def _state(
@@ -183,10 +219,10 @@ def _announce(running: Running, as_json: bool) -> None:
         print_json({"ready": True, "grpc": running.gateways[0].grpc, "workers": workers})
         return
     table = Table(box=None, pad_edge=False)
-    for column in ("role", "id", "pid", "address"):
+    for column in ("role", "id", "pid", "grpc", "admin"):
         table.add_column(column, header_style="bold", overflow="fold")
     for ready in (*running.gateways, *running.workers):
-        table.add_row(ready.role, ready.id, str(ready.pid), ready.grpc)
+        table.add_row(ready.role, ready.id, str(ready.pid), ready.grpc, ready.admin)
     console = Console(highlight=False)
     console.print(Panel(table, title="baton is up", expand=False))
     console.print(f"logs      {running.log_dir}", soft_wrap=True)

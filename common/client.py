@@ -34,6 +34,8 @@ from common.wire import (
 
 _INFO_TIMEOUT_S = 10.0
 _MAX_TRIES = 4
+# How the text of a call begins that found nobody.
+_NOT_CONNECTED = ("failed to connect to all addresses", "DNS resolution failed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ class BatonClient:
     request, tries included; the server has a limit of its own."""
 
     def __init__(self, target: str, timeout_s: float | None = None) -> None:
+        self._target = target
         self._channel = make_public_channel(target)
         self._stub = inference_grpc.InferenceServiceStub(self._channel)
         self._timeout_s = timeout_s
@@ -145,7 +148,7 @@ class BatonClient:
                     yield _chunk(response)
                 return
             except grpc.RpcError as error:
-                delay_s = tries.delay_s(to_baton_error(error), started)
+                delay_s = tries.delay_s(_failure(error, self._target), started)
             finally:
                 call.cancel()
             await asyncio.sleep(delay_s)
@@ -156,7 +159,7 @@ class BatonClient:
                 inference.GetModelInfoRequest(), timeout=_INFO_TIMEOUT_S
             )
         except grpc.RpcError as error:
-            raise to_baton_error(error) from None
+            raise _failure(error, self._target) from None
 
     async def list_workers(self) -> inference.ListWorkersResponse:
         try:
@@ -164,13 +167,14 @@ class BatonClient:
                 inference.ListWorkersRequest(), timeout=_INFO_TIMEOUT_S
             )
         except grpc.RpcError as error:
-            raise to_baton_error(error) from None
+            raise _failure(error, self._target) from None
 
 
 class SyncBatonClient:
     """As `BatonClient`, for programs without an event loop."""
 
     def __init__(self, target: str, timeout_s: float | None = None) -> None:
+        self._target = target
         self._channel = grpc.insecure_channel(target, options=PUBLIC_CHANNEL_OPTIONS)
         self._stub = inference_grpc.InferenceServiceStub(self._channel)
         self._timeout_s = timeout_s
@@ -210,7 +214,7 @@ class SyncBatonClient:
                     yield _chunk(response)
                 return
             except grpc.RpcError as error:
-                delay_s = tries.delay_s(to_baton_error(error), started)
+                delay_s = tries.delay_s(_failure(error, self._target), started)
             finally:
                 call.cancel()
             time.sleep(delay_s)
@@ -219,13 +223,21 @@ class SyncBatonClient:
         try:
             return self._stub.GetModelInfo(inference.GetModelInfoRequest(), timeout=_INFO_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise to_baton_error(error) from None
+            raise _failure(error, self._target) from None
 
     def list_workers(self) -> inference.ListWorkersResponse:
         try:
             return self._stub.ListWorkers(inference.ListWorkersRequest(), timeout=_INFO_TIMEOUT_S)
         except grpc.RpcError as error:
-            raise to_baton_error(error) from None
+            raise _failure(error, self._target) from None
+
+
+def _failure(error: grpc.RpcError, target: str) -> BatonError:
+    """What a call raised; in our words where nobody answers there."""
+    details: str = error.details() or ""
+    if details.startswith(_NOT_CONNECTED):
+        return Unavailable(f"no gateway answers at {target}; is `baton up` running?")
+    return to_baton_error(error)
 
 
 class _Tries:

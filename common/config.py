@@ -96,7 +96,7 @@ class GatewaySettings(ProcessSettings):
     )
     model: str = Field("default", description="prepared model entry (DIR), oracle or null")
     grpc_port: int = Field(50051, ge=0, le=65535, description="public gRPC port; 0 means free")
-    max_message_bytes: Bytes = Field(16 << 20, ge=1 << 16, description="largest public message")
+    max_message_bytes: Bytes = Field(4 << 20, ge=1 << 16, description="largest public message")
     max_model_len: int | None = Field(None, ge=1, description="longest prompt + output")
     max_queued_requests: int = Field(1024, ge=1, description="requests waiting for a worker")
     max_queued_tokens: int = Field(1 << 20, ge=1, description="prompt tokens waiting for a worker")

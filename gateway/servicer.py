@@ -20,7 +20,8 @@ from gateway.choices import merge
 from gateway.parser import RequestParser
 from gateway.pipeline import Pipeline
 from gateway.registry import WorkerRegistry
-from gateway.request import Delta, OutputEvent, Request
+from gateway.request import Completed, Delta, OutputEvent, Request
+from gateway.request_log import recorded
 from gateway.tokenizer import IdTokenizer
 
 Context = aio.ServicerContext[Any, Any]
@@ -49,9 +50,14 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         self, request: inference.GenerateRequest, context: Context
     ) -> AsyncIterator[inference.GenerateResponse]:
         parent = carrier_from(context.invocation_metadata())
-        with self._telemetry.span("generate", parent, kind=SpanKind.SERVER) as span:
+        with (
+            self._telemetry.span("generate", parent, kind=SpanKind.SERVER) as span,
+            recorded(span.trace_id) as record,
+        ):
             requests = await self._parser.parse(request, context.time_remaining())
             first = requests[0]
+            record.request_id = first.request_id
+            record.num_prompt_tokens = len(first.prompt_ids)
             span.set("baton.request_id", first.request_id)
             span.set("gen_ai.usage.input_tokens", len(first.prompt_ids))
             await context.send_initial_metadata(
@@ -60,6 +66,8 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             streams = [self._pipeline.generate(choice, span.carrier) for choice in requests]
             async with aclosing(merge(streams)) as events:
                 async for index, event in events:
+                    if isinstance(event, Completed):
+                        record.ends.append(event)
                     yield _response(requests[index], event, span)
 
     async def GetModelInfo(

@@ -42,7 +42,7 @@ class IdTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[TokenId]:
-        raise InvalidRequest("chat", "this model has no tokenizer; send token_ids")
+        raise InvalidRequest("chat", "this model has no chat template and no text; send token_ids")
 
     def detokenizer(
         self,

@@ -17,8 +17,8 @@ from cli.kv_waste.report import Report
 from cli.kv_waste.workload import Workload, read_trace
 from cli.model_shape import read_shape
 from cli.output import print_json
-from common.sizes import parse_bytes
 from common.errors import ConfigError
+from common.sizes import parse_bytes
 
 # OPT-13B in 16 bits on an A100-40GB, as in table 1 of the PagedAttention paper: 40 layers, keys and
 # values, 5,120 values of 2 bytes each; 12 GiB are the paper's 15.7K slots.

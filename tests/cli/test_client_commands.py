@@ -36,7 +36,7 @@ class Gateway(inference_grpc.InferenceServiceServicer):
             complete=inference.Complete(
                 finish_reason=inference.FINISH_REASON_LENGTH,
                 usage=inference.Usage(prompt_tokens=5, output_tokens=3, prefill_computed=5),
-                phases_ms=inference.PhasesMs(prefill=1.5, total=9.0),
+                phases_ms=inference.PhasesMs(prefill=1.5321, total=9.0),
                 request_id="r1",
                 trace_id="a" * 32,
                 text="!",
@@ -112,7 +112,8 @@ def test_generate_json_is_one_object_and_nothing_else(gateway: Gateway, baton: B
     assert (status, err) == (0, "")
     answer = json.loads(out)
     assert list(answer) == [
-        "request_id", "text", "token_ids", "finish_reason", "usage", "phases_ms", "trace_id",
+        "request_id", "text", "token_ids", "finish_reason", "usage", "phases_ms", "seed",
+        "trace_id",
     ]  # fmt: skip
     assert answer["text"] == "The capital is Paris.!"
     assert answer["token_ids"] == [10, 11, 12]
@@ -176,5 +177,6 @@ def test_status_json_has_the_promised_fields(gateway: Gateway, baton: Baton) -> 
 def test_status_as_a_table(gateway: Gateway, baton: Baton) -> None:
     status, out, _ = baton("status")
     assert status == 0
+    assert not [line for line in out.splitlines() if line != line.rstrip()]
     for text in ("decode-1", "shm", "64", "in use", "block_size is 32, expected 16"):
         assert text in out

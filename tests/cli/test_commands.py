@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.launch_plan import CHOSEN
 from cli.main import main
 from common.config import DecodeSettings, GatewaySettings, PrefillSettings
 
@@ -73,13 +74,18 @@ def test_every_setting_of_a_process_is_a_flag_with_its_text(
         (["generate", "hi"], "address: no `baton up` is running here"),
         (["status", "--json"], "address: no `baton up` is running here"),
         (["trace", "abc", "--json"], "address: no `baton up` is running here"),
-        (["generate", "--address", "127.0.0.1:1"], "prompt: give either"),
-        (["generate", "a", "--token-ids", "1", "--address", "127.0.0.1:1"], "prompt: give either"),
+        (["generate", "--address", "127.0.0.1:1"], "prompt: give a text or --token-ids"),
+        (
+            ["generate", "a", "--token-ids", "1", "--address", "a:1"],
+            "prompt: give a text or --token-ids, not both",
+        ),
+        (["status", "--address", "localhost"], "address: 'localhost' is not HOST:PORT"),
+        (["status", "--address", "a:65536"], "address: 'a:65536' is not HOST:PORT"),
         (["generate", "--token-ids", "1,x", "--address", "127.0.0.1:1"], "token-ids: must be"),
         (["prepare", "--model", "/nowhere"], "model: /nowhere is neither"),
         (["up", "--decode", "0", "--model", "oracle"], "decode: at least one"),
         (["up", "--num-blocks", "1", "--model", "oracle"], "num_blocks: "),
-        (["up", "--grpc-port", "0", "--model", "/nowhere"], "model: /nowhere is neither"),
+        (["up", "--json", "--grpc-port", "0", "--model", "/nowhere"], "model: /nowhere is neither"),
         (["prefill", "--lease-s", "soon", "--model", "oracle"], "lease_s: "),
         (["decode", "--local-prefill", "maybe", "--model", "oracle"], "local_prefill: "),
         (["gateway", "--config", "/nowhere.yaml"], "config: cannot read"),
@@ -115,4 +121,14 @@ def test_unknown_flags_are_status_2(baton: Baton) -> None:
 def test_a_gateway_that_is_not_there_is_status_1(baton: Baton) -> None:
     result = baton("status", "--address", "127.0.0.1:1")
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    text = "error: no gateway answers at 127.0.0.1:1; is `baton up` running?\n"
+    assert result.stderr == text
+
+
+def test_help_in_80_columns_cuts_no_setting(baton: Baton, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = baton("up", "--help").stdout
+    for name in GatewaySettings.model_fields | DecodeSettings.model_fields:
+        if name not in CHOSEN:
+            assert f"--{name.replace('_', '-')}" in shown, name
+    assert "512 MiB" in " ".join(shown.split())

@@ -10,8 +10,8 @@ import pytest
 from cli.main import main
 from cli.model_shape import read_shape
 from cli.plan import make_plan
-from common.sizes import format_bytes, parse_bytes
 from common.errors import ConfigError, ModelError
+from common.sizes import format_bytes, parse_bytes
 
 DATA = Path(__file__).parents[2] / "bench/data"
 LLAMA_13B, LLAMA_8B = DATA / "llama-2-13b.json", DATA / "llama-3.1-8b.json"

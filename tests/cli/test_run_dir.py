@@ -3,12 +3,13 @@
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cli.run_dir import RunDir, RunState, find_run
-from common.errors import ConfigError
+from common.errors import ConfigError, Unavailable
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,30 @@ def test_others_find_the_newest_run_while_it_lives() -> None:
     old.close()
     with pytest.raises(ConfigError, match="--address"):
         find_run()
+
+
+def test_several_runs_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = RunDir(), RunDir()
+    one.save(state_of(one, "127.0.0.1:1"))
+    find_run()
+    assert capsys.readouterr().err == ""
+    other.save(state_of(other, "127.0.0.1:2"))
+    os.utime(one.path / "state.json", (1, 1))
+    find_run()
+    assert "2 runs here" in (said := capsys.readouterr().err) and "127.0.0.1:2" in said
+    one.close()
+    other.close()
+
+
+def test_a_run_that_starts_is_said_to_be_starting() -> None:
+    run, later = RunDir(), RunDir()
+    run.save(replace(state_of(run), grpc=(), starting=True))
+    with pytest.raises(Unavailable, match="still starting"):
+        find_run()
+    later.save(state_of(later, "127.0.0.1:2"))
+    assert find_run().grpc == ("127.0.0.1:2",)
+    run.close()
+    later.close()
 
 
 def test_a_killed_run_misleads_nobody_and_is_swept(runtime: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -80,6 +81,7 @@ def stop(up: Up, number: int = signal.SIGTERM) -> None:
     up.process.send_signal(number)
     try:
         assert up.process.wait(30) == 0, up.stderr.read_text()
+        assert "stopping: waiting up to 60 s" in up.stderr.read_text()
         assert not [child for child in children if child.is_running()]
     finally:
         if up.process.poll() is None:
@@ -124,6 +126,27 @@ def test_a_request_succeeds_at_once_and_its_trace_is_found(up: Up) -> None:
     assert len(services) == 3, services
 
 
+def test_the_gateways_log_has_a_line_for_the_request(up: Up) -> None:
+    answer = up.baton("generate", PROMPT, "--max-tokens", "3")
+    (path,) = Path(up.environment["XDG_RUNTIME_DIR"]).glob("baton/run-*/gateway-0.log")
+    records = map(json.loads, path.read_text().splitlines())
+    (line,) = (r for r in records if r.get("request_id") == answer["request_id"])
+    assert line["trace_id"] == answer["trace_id"]
+    assert line["message"].startswith("request: 40 + 3 tokens, ")
+    assert line["message"].endswith(" ms, length")
+
+
+def test_an_unknown_trace_says_how_many_are_kept(up: Up) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "cli.main", "trace", "nothing"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=up.environment,
+    )
+    assert result.returncode == 2 and "the last 1000 are kept" in result.stderr
+
+
 def test_status_shows_what_moved_and_that_all_is_back(up: Up) -> None:
     up.baton("generate", PROMPT, "--max-tokens", "4")
     until(lambda: up.num_held_blocks() == 0)
@@ -158,6 +181,7 @@ def test_a_killed_worker_is_reported_and_started_again(up: Up) -> None:
     until(lambda: up.pids("decode") not in (set(), {victim["pid"]}))
     until(lambda: victim["pid"] not in up.pids("decode"))
     assert "decode-0 was killed by SIGKILL" in up.stderr.read_text()
+    until(lambda: re.search(r"decode-0 \(decode-\S+\) is ready", up.stderr.read_text()) is not None)
     answer = up.baton("generate", PROMPT, "--max-tokens", "4")
     assert len(answer["token_ids"]) == 4
 
@@ -199,12 +223,16 @@ def test_ctrl_c_while_starting_leaves_nothing(tmp_path: Path) -> None:
             *("--pool-dir", str(tmp_path), "--num-blocks", "64"),
         ],
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)},
     )
     until(lambda: len(psutil.Process(process.pid).children()) >= 2)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert said.startswith("baton: preparing the model oracle\nbaton: starting nats-server\n")
+    assert "waiting for prefill-0, decode-0, gateway-0" in said
     assert not [child for child in children if child.is_running()]
     assert not list(tmp_path.glob("baton/run-*"))

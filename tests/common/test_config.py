@@ -58,7 +58,7 @@ def test_misspelt_variables_are_refused_and_those_of_others_are_not(
         monkeypatch.setenv(name, value)
     load(DecodeSettings, {})
     monkeypatch.setenv("BATON_NUM_BLOKS", "5")
-    with pytest.raises(ConfigError, match="BATON_NUM_BLOKS: .* did you mean BATON_NUM_BLOCKS"):
+    with pytest.raises(ConfigError, match=r"BATON_NUM_BLOKS: .* did you mean BATON_NUM_BLOCKS"):
         load(GatewaySettings, {})
 
 
@@ -68,7 +68,7 @@ def test_misspelt_variables_are_refused_and_those_of_others_are_not(
         ({"num_blocks": "x"}, "num_blocks: must be a whole number, not 'x'"),
         ({"block_size": "0"}, "block_size: must be at least 1, not '0'"),
         ({"device": "cpu", "kernels": "triton"}, "kernels: must be 'auto' or 'torch', not"),
-        ({"local_prefill": "maybe"}, "local_prefill: must be 'auto'"),
+        ({"local_prefill": "maybe"}, "local_prefill: must be 'never', "),
         ({"reflection": "perhaps"}, "reflection: must be true or false, not 'perhaps'"),
         ({"failpoints": "a=kill"}, "failpoints: need allow_failpoints"),
         ({"kv_cache_memory_bytes": "1 furlong"}, "kv_cache_memory_bytes: '1 furlong' is not a"),
