@@ -23,8 +23,6 @@ SAMPLE = Path(__file__).parents[2] / "bench/data/mooncake_sample.jsonl"
 # OPT-13B's 15.7K slots of 12 GB (PagedAttention, table 1).
 SLOTS = (12 << 30) // 819200
 
-# ------------------------------------------------------------------------------------- allocators
-
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 200), st.randoms(use_true_random=False))
