@@ -4,13 +4,14 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PACKAGES := common engine kv_transfer worker gateway prefill_worker decode_worker cli
 
-.PHONY: help install demo check test test-full clean
+.PHONY: help install demo check test test-full simulate clean
 
 help:
 	@echo "make demo       start 1 prefill + 1 decode worker, ask a real model a question"
 	@echo "make check      lint, types, import layers (under a minute)"
 	@echo "make test       the test suite (under 10 minutes)"
 	@echo "make test-full  the long tests as well"
+	@echo "make simulate   100,000 simulated schedules (about 40 minutes on 2 cores)"
 	@echo "make install    only the environment, in .venv"
 
 install: $(STAMP)
@@ -43,6 +44,9 @@ test: install
 test-full: install
 	$(PYTEST) -m "full and not gpu" -n 2 --ignore tests/sim
 	$(PYTEST) -m "full and not gpu" tests/sim
+
+simulate: install
+	SIM_SCHEDULES=100000 $(PYTEST) -m full tests/sim
 
 clean:
 	rm -rf .venv baton build dist .mypy_cache .ruff_cache .pytest_cache
