@@ -2,7 +2,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-PACKAGES := common engine kv_transfer worker gateway prefill_worker decode_worker cli
 
 .PHONY: help install demo check test test-full simulate clean
 
