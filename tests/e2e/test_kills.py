@@ -45,15 +45,20 @@ def is_dead(process: Process) -> bool:
     return not psutil.pid_exists(process.pid)
 
 
-def check(answers: Sequence[Answer]) -> None:
-    """All right, and some by more than one attempt."""
+def num_moved(answers: Sequence[Answer]) -> int:
+    """All must be right; how many took a second attempt, which is the most that one death costs."""
     for answer in answers:
         answer.assert_right()
     moved = [answer for answer in answers if answer.attempts > 1]
     longest_s = max(answer.longest_pause_s for answer in answers)
     print(f"{len(moved)} of {len(answers)} moved, longest pause {longest_s:.2f} s")
-    assert moved
     assert all(answer.attempts == 2 for answer in moved)
+    return len(moved)
+
+
+def check(answers: Sequence[Answer]) -> None:
+    """All right, and some by a second attempt."""
+    assert num_moved(answers)
 
 
 async def test_prefill_worker_with_jobs_of_the_shared_queue(
@@ -126,14 +131,17 @@ async def _kill_decode(
 @pytest.mark.full
 @pytest.mark.timeout(300)
 async def test_workers_killed_under_load(cluster: Cluster, client: BatonClient) -> None:
+    """At a random moment a worker may hold nothing; over all rounds some had work to move."""
+    moved = 0
     for seed in range(20, 26):
         cases = make_cases(seed, 48, prompt_tokens=(1, 200), max_tokens=(20, 80))
         async with cluster.another(("prefill", "decode")[seed % 2]) as victim:
             tasks = [asyncio.create_task(ask(client, case)) for case in cases]
             await asyncio.sleep(random.Random(seed).uniform(0.2, 1.0))
             victim.kill()
-            check(await asyncio.gather(*tasks))
+            moved += num_moved(await asyncio.gather(*tasks))
         await cluster.until_clean()
+    assert moved
 
 
 async def test_a_stream_waits_for_the_prefill_pool(cluster: Cluster, client: BatonClient) -> None:
