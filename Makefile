@@ -10,7 +10,7 @@ help:
 	@echo "make check      lint, types, import layers (under a minute)"
 	@echo "make test       the test suite (under 10 minutes)"
 	@echo "make test-full  the long tests as well"
-	@echo "make simulate   100,000 simulated schedules (about 40 minutes on 2 cores)"
+	@echo "make simulate   100,000 simulated schedules (takes long)"
 	@echo "make install    only the environment, in .venv"
 
 install: $(STAMP)
