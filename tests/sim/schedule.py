@@ -84,9 +84,14 @@ async def _run(rng: random.Random, cluster: SimCluster) -> None:
         await chaos
         # A link that breaks, or reports that are lost in a row, look like a worker that died; two
         # of those end a request.
-        may_be_poison = cluster.num_breaks >= 2 or cluster.network.faults.lose > 0.1
+        faults = cluster.network.faults
+        allowed: tuple[type[BatonError], ...] = ()
+        if cluster.num_breaks or faults != Faults():
+            allowed = (Unavailable,)
+        if cluster.num_breaks >= 2 or faults.lose > 0.1:
+            allowed = (Unavailable, InternalError)
         for request, outcome in zip(requests, outcomes, strict=True):
-            _judge(request, outcome, may_be_poison)
+            _judge(request, outcome, allowed)
         await _until_idle(cluster)
         if cluster.wrong:
             raise Violation(cluster.wrong[0])
@@ -153,7 +158,7 @@ def _reference(prompt: tuple[int, ...], params: SamplingParams) -> tuple[int, ..
     return tuple(reference_ids(prompt, params, VOCAB))
 
 
-def _judge(request: Request, outcome: Outcome, may_be_poison: bool) -> None:
+def _judge(request: Request, outcome: Outcome, allowed: tuple[type[BatonError], ...]) -> None:
     longest = replace(request.params, max_tokens=10)
     right = _reference(request.prompt_ids, longest)[: request.params.max_tokens]
     if outcome.ids != right[: len(outcome.ids)]:
@@ -170,7 +175,6 @@ def _judge(request: Request, outcome: Outcome, may_be_poison: bool) -> None:
         if usage.prefill_computed + usage.prefill_cached != num_prompt:
             raise Violation(f"{request.request_id}: {usage}")
         return
-    allowed = (Unavailable, InternalError) if may_be_poison else Unavailable
     if not isinstance(outcome.error, allowed):
         raise Violation(f"{request.request_id}: {outcome.error!r}")
 
