@@ -3,14 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help install demo check test test-full simulate clean
+.PHONY: help install demo check test test-full clean
 
 help:
 	@echo "make demo       start 1 prefill + 1 decode worker, ask a real model a question"
 	@echo "make check      lint, types, import layers (under a minute)"
 	@echo "make test       the test suite (under 10 minutes)"
 	@echo "make test-full  the long tests as well"
-	@echo "make simulate   100,000 simulated schedules (takes long)"
 	@echo "make install    only the environment, in .venv"
 
 install: $(STAMP)
@@ -33,8 +32,9 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-# The simulation takes both cores by itself; all else runs side by side.
-PYTEST := $(BIN)/python -m pytest --dist loadgroup
+# One process takes all tests of a file, which share what they started. The simulation takes
+# every core by itself; all else runs side by side.
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 test: install
 	$(PYTEST) -m "not full and not gpu" -n 2 --ignore tests/sim
@@ -43,9 +43,6 @@ test: install
 test-full: install
 	$(PYTEST) -m "full and not gpu" -n 2 --ignore tests/sim
 	$(PYTEST) -m "full and not gpu" tests/sim
-
-simulate: install
-	SIM_SCHEDULES=100000 $(PYTEST) -m full tests/sim
 
 clean:
 	rm -rf .venv baton build dist .mypy_cache .ruff_cache .pytest_cache

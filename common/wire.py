@@ -176,7 +176,9 @@ def phases_from_proto(message: inference.PhasesMs) -> PhasesMs:
 
 
 def block_counts_to_proto(counts: BlockCounts) -> inference.BlockCounts:
-    return inference.BlockCounts(**asdict(counts))
+    return inference.BlockCounts(
+        **{name: getattr(counts, name) for name in BlockCounts.__dataclass_fields__}
+    )
 
 
 def block_counts_from_proto(message: inference.BlockCounts) -> BlockCounts:
