@@ -1,18 +1,22 @@
 """From arrivals of tokens to what the client is sent: text, stop strings, pace, slow clients.
 
 The request's own task pushes tokens in; the client's writer takes deltas out. What the client
-has not taken yet is one merged delta, bounded by the request's max_tokens.
+has not taken yet is merged into deltas of at most `MAX_DELTA_TOKENS`: after a pause of any process
+on the way a client sees a few messages at once, not a large one.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
 
 from common.errors import RequestCancelled
 from common.types import FinishReason, TokenId
 from gateway.detokenizer import Detokenizer
 from gateway.request import Delta, Request
 from gateway.run import Arrival
+
+MAX_DELTA_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class Output:
         self._detokenizer = detokenizer
         self._slow_client_s = slow_client_s
         self._num_tokens = 0
-        self._waiting: Delta | None = None
+        self._waiting: deque[Delta] = deque()
         self._waiting_since_s = 0.0
         self._closed = False
         self._changed = asyncio.Event()
@@ -43,6 +47,13 @@ class Output:
         """Adds tokens; the Finish when one of them ended the output. Nothing may follow it. The
         text of a stop token is shown no more than that of a stop string, as in vLLM.
         Raises RequestCancelled when the client has stopped reading."""
+        for part in _parts(arrival):
+            finish = self._push_part(part)
+            if finish is not None:
+                return finish
+        return None
+
+    def _push_part(self, arrival: Arrival) -> Finish | None:
         hides_last = arrival.matched_token_id is not None and not self._request.include_stop
         shown = arrival.token_ids[:-1] if hides_last else arrival.token_ids
         released = self._detokenizer.push(shown)
@@ -67,13 +78,16 @@ class Output:
 
     def _add(self, delta: Delta) -> None:
         now = asyncio.get_running_loop().time()
-        if self._waiting is None:
-            self._waiting = delta
+        waiting = self._waiting
+        if not waiting:
+            waiting.append(delta)
             self._waiting_since_s = now
         elif now - self._waiting_since_s > self._slow_client_s:
             raise RequestCancelled("the client has stopped reading")
+        elif len(waiting[-1].token_ids) + len(delta.token_ids) <= MAX_DELTA_TOKENS:
+            waiting[-1] += delta
         else:
-            self._waiting = self._waiting + delta
+            waiting.append(delta)
         self._changed.set()
 
     def close(self) -> None:
@@ -85,7 +99,7 @@ class Output:
         """Returns when the client has taken everything; raises RequestCancelled if it does not."""
         try:
             async with asyncio.timeout(self._slow_client_s):
-                while self._waiting is not None:
+                while self._waiting:
                     self._taken.clear()
                     await self._taken.wait()
         except TimeoutError:
@@ -94,8 +108,9 @@ class Output:
     async def deltas(self) -> AsyncIterator[Delta]:
         """What comes, merged while the client was busy, until closed."""
         while True:
-            if self._waiting is not None:
-                delta, self._waiting = self._waiting, None
+            if self._waiting:
+                delta = self._waiting.popleft()
+                self._waiting_since_s = asyncio.get_running_loop().time()
                 self._taken.set()
                 yield delta
                 continue
@@ -103,3 +118,20 @@ class Output:
                 return
             self._changed.clear()
             await self._changed.wait()
+
+
+def _parts(arrival: Arrival) -> Iterator[Arrival]:
+    """The arrival in pieces of at most MAX_DELTA_TOKENS; its end belongs to the last."""
+    num_tokens = len(arrival.token_ids)
+    for start in range(0, max(num_tokens, 1), MAX_DELTA_TOKENS):
+        end = start + MAX_DELTA_TOKENS
+        ends = end >= num_tokens
+        yield replace(
+            arrival,
+            index=arrival.index + start,
+            token_ids=arrival.token_ids[start:end],
+            logprobs=arrival.logprobs[start:end],
+            prompt_logprobs=() if start else arrival.prompt_logprobs,
+            finish_reason=arrival.finish_reason if ends else None,
+            matched_token_id=arrival.matched_token_id if ends else None,
+        )

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from common.errors import RequestCancelled
-from common.types import FinishReason, SamplingParams
+from common.types import FinishReason, SamplingParams, TokenLogprobs
 from gateway.detokenizer import Detokenizer
 from gateway.output import Output
 from gateway.request import Delta, Request
@@ -35,6 +35,25 @@ async def test_what_waits_is_one_delta() -> None:
     assert output.push(Arrival(0, (0, 1), ())) is None
     assert output.push(Arrival(2, (2,), ())) is None
     assert await taken(output) == Delta(0, (0, 1, 2), "abc")
+
+
+async def test_after_a_pause_no_delta_is_large() -> None:
+    """Twenty tokens at once, and one by one, to a client that was away: the same deltas."""
+    ids = tuple(index % 3 for index in range(20))
+    logprobs = tuple(TokenLogprobs(token_id, -1.0, 1) for token_id in ids)
+    at_once, singly = make_output(), make_output()
+    finish = at_once.push(Arrival(5, ids, logprobs, (), FinishReason.LENGTH))
+    for number, token_id in enumerate(ids):
+        reason = FinishReason.LENGTH if number == 19 else None
+        singly.push(Arrival(5 + number, (token_id,), logprobs[number : number + 1], (), reason))
+    assert finish is not None and finish.num_tokens == 20
+    for output in (at_once, singly):
+        output.close()
+    deltas = [delta async for delta in at_once.deltas()]
+    assert deltas == [delta async for delta in singly.deltas()]
+    assert [(delta.index, len(delta.token_ids)) for delta in deltas] == [(5, 8), (13, 8), (21, 4)]
+    assert "".join(delta.text for delta in deltas) == "".join(WORDS[token] for token in ids)
+    assert sum((delta.logprobs for delta in deltas), ()) == logprobs
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abSTOP")])
