@@ -30,7 +30,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,14 +129,18 @@ def _state_in(folder: str) -> RunState:
 
 
 @asynccontextmanager
-async def deployment(steps_per_s: float) -> AsyncIterator[Deployment]:
+async def deployment(
+    steps_per_s: float, *flags: str, environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Deployment]:
+    """With these flags, which win over those given here, and this environment on top of ours."""
     with TemporaryDirectory() as folder:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "cli.main", "up", "--json", "--model", "null",
-            "--grpc-port", "0", "--num-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE),
-            "--step-delay-ms", str(1000 / steps_per_s), "--async-depth", "1",
+            "--grpc-port", "0", "--http-port", "0",
+            "--num-blocks", str(NUM_BLOCKS), "--block-size", str(BLOCK_SIZE),
+            "--step-delay-ms", str(1000 / steps_per_s), "--async-depth", "1", *flags,
             cwd=ROOT,
-            env={**os.environ, "XDG_RUNTIME_DIR": folder},
+            env={**os.environ, "XDG_RUNTIME_DIR": folder, **(environment or {})},
             stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
         assert process.stdout is not None
@@ -178,7 +182,7 @@ async def generate(
 ) -> Stream:
     request = inference.GenerateRequest(
         token_ids=inference.TokenIds(ids=prompt),
-        sampling=inference.SamplingParams(max_tokens=max_tokens, temperature=0),
+        sampling=inference.SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
     )
     stream = Stream(time.monotonic())
     async for response in stub.Generate(request):

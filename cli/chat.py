@@ -6,7 +6,7 @@ import typer
 from rich.console import Console
 
 from cli.output import print_text
-from cli.target import Address, gateway_address
+from cli.target import Address, gateway_client
 from common.client import Chat, Sampling, SyncBatonClient
 from common.errors import BatonError
 
@@ -24,7 +24,7 @@ def chat(
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
     messages = [("system", system)] if system else []
     console = Console(stderr=True, highlight=False)
-    with SyncBatonClient(gateway_address(address)) as client:
+    with gateway_client(address) as client:
         while (text := _read(console)) is not None:
             messages.append(("user", text))
             try:

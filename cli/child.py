@@ -48,6 +48,7 @@ class Ready:
     pid: int
     grpc: str
     admin: str
+    http: str
 
 
 class ChildFailed(BatonError):
@@ -69,16 +70,17 @@ class Child:
         """Returns when the child is ready. Raises ConfigError or ChildFailed with the last line of
         its log. To be called on the main thread (see `die_with_parent`)."""
         first = self.spec.first_arguments if self._starts == 0 else ()
-        # A gateway's free port is chosen once: clients go on with the address that they know.
-        port: Sequence[str] = ()
+        # A gateway's free ports are chosen once: clients go on with the address that they know.
+        ports: Sequence[str] = ()
         if self.spec.role == "gateway" and self.ready is not None:
-            port = ("--grpc-port", self.ready.grpc.rpartition(":")[2])
+            grpc, http = (a.rpartition(":")[2] for a in (self.ready.grpc, self.ready.http))
+            ports = ("--grpc-port", grpc, "--http-port", http)
         self._starts += 1
         self._asked_to_stop = False
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "cli.main", self.spec.role,
-                *self.spec.arguments, *first, *port,
+                *self.spec.arguments, *first, *ports,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
@@ -148,4 +150,5 @@ def _parse(line: bytes) -> Ready:
         pid=int(content["pid"]),
         grpc=str(content["grpc"]),
         admin=str(content["admin"]),
+        http=str(content["http"]),
     )

@@ -15,7 +15,7 @@ _QUESTION = "What is the capital of France?"
 
 def demo() -> None:
     """Start everything with the small default model, ask it something, show the phases, stop."""
-    plan = LaunchPlan(Pools(prefill=1, decode=1, colocated=0, gateways=1), 0, None, {})
+    plan = LaunchPlan(Pools(prefill=1, decode=1, colocated=0, gateways=1), 0, 0, None, {})
     Console(stderr=True).print("starting one prefill and one decode worker ...", style="dim")
     asyncio.run(run(plan, "default", None, _ask))
 

@@ -7,8 +7,8 @@ import typer
 from rich.console import Console
 
 from cli.output import print_json, print_text, rounded_ms
-from cli.target import Address, gateway_address
-from common.client import Chat, Chunk, Completion, Prompt, Sampling, SyncBatonClient
+from cli.target import Address, gateway_client
+from common.client import Chat, Chunk, Completion, Prompt, Sampling
 from common.errors import ConfigError, InternalError
 
 
@@ -41,7 +41,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     chunks: list[Chunk] = []
-    with SyncBatonClient(gateway_address(address)) as client:
+    with gateway_client(address) as client:
         for chunk in client.generate(_prompt(prompt, token_ids, chat), sampling):
             chunks.append(chunk)
             if not as_json:

@@ -19,7 +19,8 @@ _BOTH = "both"
 # Settings that `up` chooses, for each process its own.
 CHOSEN = (
     "nats_url", "nats_credentials_file", "token_file", "host", "advertise_host", "admin_port",
-    "gateway_id", "worker_id", "port", "model", "grpc_port", "otlp_endpoint", "otlp_token_file",
+    "gateway_id", "worker_id", "port", "model", "grpc_port", "http_port", "otlp_endpoint",
+    "otlp_token_file",
 )  # fmt: skip
 # Given at a process' first start only: a failpoint would kill every successor too.
 _ONCE = ("failpoints",)
@@ -57,6 +58,7 @@ class LaunchPlan:
 
     pools: Pools
     grpc_port: int
+    http_port: int
     config: Path | None
     settings: Mapping[str, Any]
 
@@ -71,6 +73,10 @@ class LaunchPlan:
     def tls(self) -> TlsFiles | None:
         """What all internal links of the run use."""
         return load(GatewaySettings, self._of("gateway"), self.config).tls
+
+    @property
+    def has_public_tls(self) -> bool:
+        return load(GatewaySettings, self._of("gateway"), self.config).public_tls is not None
 
     def workers(self, nats: NatsServer, token_file: Path, otlp: str, model: str) -> list[ChildSpec]:
         pools = self.pools
@@ -104,11 +110,15 @@ class LaunchPlan:
     ) -> list[ChildSpec]:
         shared = ["--model", model, *_links(nats, "gateway", token_file, otlp)]
         environment = {"OMP_NUM_THREADS": "1"}
-        ports = [self.grpc_port and self.grpc_port + i for i in range(self.pools.gateways)]
         return [
-            self._spec("gateway", f"gateway-{i}", [*shared, "--grpc-port", str(port)], environment)
-            for i, port in enumerate(ports)
+            self._spec("gateway", f"gateway-{i}", [*shared, *self._ports(i)], environment)
+            for i in range(self.pools.gateways)
         ]
+
+    def _ports(self, index: int) -> list[str]:
+        """Those of the first gateway, counted on; free ones stay free."""
+        grpc, http = (port and port + index for port in (self.grpc_port, self.http_port))
+        return ["--grpc-port", str(grpc), "--http-port", str(http)]
 
     def _spec(
         self, role: str, label: str, own: Sequence[str], environment: Mapping[str, str]

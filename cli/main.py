@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cli.bench.app import app as bench
 from cli.chat import chat
 from cli.demo import demo
 from cli.generate import generate
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command(cls=SettingsCommand)(up)
 for command in (scale, generate, chat, status, trace, prepare, plan, kv_waste, demo):
     app.command()(command)
+app.add_typer(bench, name="bench")
 for command, name in ((gateway, "gateway"), (prefill, "prefill"), (decode, "decode")):
     app.command(name, cls=SettingsCommand, rich_help_panel="Single processes")(command)
 

@@ -1,13 +1,16 @@
 """`baton status`: who is there, what they do, and who holds which blocks."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
+from cli.ledgers import show_ledgers
 from cli.output import print_json, print_plain
-from cli.target import Address, gateway_address
-from common.client import SyncBatonClient
+from cli.run_dir import find_run
+from cli.target import Address, gateway_client
+from common.config import read_secret
 from common.wire import inference
 
 _BLOCKS = ("total", "free", "cached", "in_use", "leased", "importing")
@@ -16,11 +19,22 @@ _BLOCKS = ("total", "free", "cached", "in_use", "leased", "importing")
 def status(
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="everything as JSON")] = False,
+    with_blocks: Annotated[
+        bool, typer.Option("--blocks", help="every KV block: its state, who holds it, since when")
+    ] = False,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="the run's token, for --blocks; default: of the `baton up` here"),
+    ] = None,
 ) -> None:
     """Show all workers with their load and their KV blocks."""
-    with SyncBatonClient(gateway_address(address)) as client:
+    with gateway_client(address) as client:
         listing = client.list_workers()
-    if as_json:
+    if with_blocks:
+        token = read_secret(token_file or Path(find_run().token_file), "token_file")
+        admins = {worker.worker_id: worker.admin_endpoint for worker in listing.workers}
+        show_ledgers(admins, token, as_json)
+    elif as_json:
         refused = [_refused(worker) for worker in listing.refused]
         print_json({"workers": [_worker(w) for w in listing.workers], "refused": refused})
     else:

@@ -28,14 +28,16 @@ _EXIT_S = 5.0
 
 
 class Supervisor:
-    """Owns all children. ``report`` is told what a user should know while they run;
-    ``progress`` what it waits for until it is up; ``on_change`` that pids have changed."""
+    """Owns all children. ``token`` is the run's. ``report`` is told what a user should know while
+    they run; ``progress`` what it waits for until it is up; ``on_change`` that pids have changed.
+    """
 
     def __init__(
         self,
         nats: NatsServer,
         workers: Sequence[ChildSpec],
         gateways: Sequence[ChildSpec],
+        token: str,
         log_dir: Path,
         drain_budget_s: float,
         report: Report,
@@ -45,6 +47,7 @@ class Supervisor:
         self._nats = nats
         self._workers = [Child(spec, log_dir) for spec in workers]
         self._gateways = [Child(spec, log_dir) for spec in gateways]
+        self._token = token
         self._grace_s = drain_budget_s + _EXIT_S
         self._report = report
         self._progress = progress
@@ -89,7 +92,7 @@ class Supervisor:
         self._progress("waiting until gateways and workers know each other")
         expected = {worker.id for worker in self.workers}
         for gateway in self.gateways:
-            await wait_until_ready(gateway.grpc, expected)
+            await wait_until_ready(gateway.admin, self._token, expected)
         loop = asyncio.get_running_loop()
         self._keepers = {child: loop.create_task(self._keep(child)) for child in children}
         if hasattr(os, "pidfd_open"):
@@ -105,7 +108,7 @@ class Supervisor:
         try:
             ready = await child.start()
             for gateway in self.gateways:
-                await wait_until_ready(gateway.grpc, {ready.id})
+                await wait_until_ready(gateway.admin, self._token, {ready.id})
         except BatonError:
             self._workers.remove(child)
             await child.stop(self._grace_s)

@@ -48,6 +48,7 @@ class Running:
     gateways: list[Ready]
     workers: list[Ready]
     log_dir: Path
+    public_tls: bool
 
 
 @with_settings(GatewaySettings, PrefillSettings, DecodeSettings, without=CHOSEN)
@@ -70,6 +71,9 @@ def up(
     grpc_port: Annotated[
         int, typer.Option(min=0, max=65535, help="of the first gateway; 0 means free")
     ] = 50051,
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="OpenAI-compatible, the same way")
+    ] = 8000,
     otlp: Annotated[
         str | None, typer.Option(help="OTLP/gRPC collector that traces go to as well")
     ] = None,
@@ -78,7 +82,8 @@ def up(
     **settings: Any,
 ) -> None:
     """Start a whole Baton on this machine and stop it again on Ctrl-C."""
-    plan = LaunchPlan(Pools(prefill, decode, colocated, gateways), grpc_port, config, settings)
+    pools = Pools(prefill, decode, colocated, gateways)
+    plan = LaunchPlan(pools, grpc_port, http_port, config, settings)
 
     async def announce(running: Running) -> None:
         _announce(running, as_json)
@@ -143,6 +148,7 @@ async def _run(
             nats=nats,
             workers=plan.workers(*links),
             gateways=plan.gateways(*links),
+            token=token,
             log_dir=run_dir.path,
             drain_budget_s=drain_budget_s,
             report=lambda text: console.print(f"baton: {text}", style="yellow"),
@@ -156,7 +162,9 @@ async def _run(
         service.can_scale(scaler)
         run_dir.save(_state(supervisor, entry, service, run_dir))
         progress.end()
-        running = Running(supervisor.gateways, supervisor.workers, run_dir.path)
+        running = Running(
+            supervisor.gateways, supervisor.workers, run_dir.path, plan.has_public_tls
+        )
         await _unless(stop, use(running), lambda: console.print(_stopping(drain_budget_s)))
 
 
@@ -216,14 +224,18 @@ def _state(
 def _announce(running: Running, as_json: bool) -> None:
     if as_json:
         workers = [{"id": w.id, "role": w.role, "pid": w.pid} for w in running.workers]
-        print_json({"ready": True, "grpc": running.gateways[0].grpc, "workers": workers})
+        first = running.gateways[0]
+        addresses = {"grpc": first.grpc, "http": first.http}
+        print_json({"ready": True, **addresses, "workers": workers})
         return
     table = Table(box=None, pad_edge=False)
-    for column in ("role", "id", "pid", "grpc", "admin"):
+    for column in ("role", "id", "pid", "grpc", "http", "admin"):
         table.add_column(column, header_style="bold", overflow="fold")
     for ready in (*running.gateways, *running.workers):
-        table.add_row(ready.role, ready.id, str(ready.pid), ready.grpc, ready.admin)
+        table.add_row(*(ready.role, ready.id, str(ready.pid), ready.grpc, ready.http, ready.admin))
     console = Console(highlight=False)
     console.print(Panel(table, title="baton is up", expand=False))
     console.print(f"logs      {running.log_dir}", soft_wrap=True)
+    scheme = "https" if running.public_tls else "http"
+    console.print(f"openai    base_url={scheme}://{running.gateways[0].http}/v1", soft_wrap=True)
     console.print('try       baton generate "The capital of France is" --max-tokens 16')

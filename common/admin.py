@@ -7,13 +7,9 @@
     GET /debug/<name>   JSON; needs ``Authorization: Bearer <run token>``
 """
 
-import asyncio
 import hmac
 import inspect
-import logging
-import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 import uvicorn
 from starlette.applications import Starlette
@@ -22,9 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from common.errors import ConfigError
-
-log = logging.getLogger(__name__)
+from common.web import WebServer
 
 Page = Callable[[], object]
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -45,12 +39,10 @@ class AdminServer:
         metrics: Callable[[], str],
         debug: Mapping[str, Page],
     ) -> None:
-        self._address = (host, port)
         self._token = token
         self._health = health
         self._metrics = metrics
         self._debug = debug
-        self._task: asyncio.Task[None] | None = None
         app = Starlette(
             routes=[
                 Route("/health", self._get_health),
@@ -68,28 +60,13 @@ class AdminServer:
             timeout_graceful_shutdown=1,
             date_header=False,
         )
-        self._server = _Server(config)
+        self._server = WebServer(config, host, port, setting="admin_port")
 
     async def start(self) -> int:
-        host, port = self._address
-        try:
-            listener = socket.create_server((host, port), family=_family(host))
-        except OSError as error:
-            raise ConfigError("admin_port", f"{host}:{port}: {error.strerror}") from None
-        listener.setblocking(False)
-        actual: int = listener.getsockname()[1]
-        self._task = asyncio.create_task(self._server.serve([listener]), name="admin port")
-        return actual
+        return await self._server.start()
 
     async def stop(self) -> None:
-        if self._task is None:
-            return
-        self._server.end.set()
-        try:
-            async with asyncio.timeout(_CLOSE_S):
-                await self._task
-        except TimeoutError:
-            log.warning("the admin port did not close in time")
+        await self._server.stop(_CLOSE_S)
 
     async def _get_health(self, _: Request) -> Response:
         return Response(status_code=200 if self._health() else 503)
@@ -106,23 +83,3 @@ class AdminServer:
             raise HTTPException(404)
         content = page()
         return JSONResponse(await content if inspect.isawaitable(content) else content)
-
-
-class _Server(uvicorn.Server):
-    """Signals belong to the process, not to its admin port. Serves until ``end`` is set, instead of
-    looking ten times a second whether it is to end."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.end = asyncio.Event()
-
-    async def main_loop(self) -> None:
-        await self.end.wait()
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -30,6 +30,17 @@ def root_key(model_fingerprint: str, tenant: str, cache_salt: str) -> BlockKey:
     return digest.digest()
 
 
+def tenant_key(tenant: str) -> int:
+    """64 bits that stand for a tenant where its name would take too much room."""
+    return int.from_bytes(hashlib.sha256(tenant.encode()).digest()[:8], "little")
+
+
+def key_prefix(key: BlockKey) -> int:
+    """The first 8 bytes of a block key, big-endian. Enough to route by: a collision only sends a
+    request to a worker that then finds less cached than was hoped."""
+    return int.from_bytes(key[:8], "big")
+
+
 def pack_ids(token_ids: Sequence[TokenId]) -> bytes:
     """Token ids as 4 bytes each: what is hashed, and what is compared on a hit."""
     return array("I", token_ids).tobytes()

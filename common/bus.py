@@ -12,6 +12,8 @@ Subjects::
     baton.gw.<gateway>.ticket    TicketRequest -> TicketReply
     baton.worker.<worker>        WorkerReport, each second and at each change
     baton.discover               asks every worker to report now
+    baton.kv.<worker>            KvEvents: what came into and left its prefix cache
+    baton.kv.<worker>.snapshot   KvSnapshotRequest -> KvSnapshot
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -25,6 +27,7 @@ JOB_STREAM = "BATON_PREFILL"
 JOB_CONSUMER = "any"
 DISCOVER_SUBJECT = "baton.discover"
 REPORT_SUBJECTS = "baton.worker.*"
+KV_EVENT_SUBJECTS = "baton.kv.*"
 # The largest message, headers included; a setting of nats-server, so all parts must agree on it.
 MAX_MESSAGE_BYTES = 8 << 20
 
@@ -47,6 +50,14 @@ def ticket_subject(gateway_id: str) -> str:
 
 def report_subject(worker_id: str) -> str:
     return f"baton.worker.{worker_id}"
+
+
+def kv_events_subject(worker_id: str) -> str:
+    return f"baton.kv.{worker_id}"
+
+
+def kv_snapshot_subject(worker_id: str) -> str:
+    return f"baton.kv.{worker_id}.snapshot"
 
 
 class BusError(BatonError):

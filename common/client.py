@@ -15,13 +15,19 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
 from common.errors import BatonError, DeadlineExceeded, InvalidRequest, Unavailable
-from common.rpc import PUBLIC_CHANNEL_OPTIONS, make_public_channel, to_baton_error
+from common.rpc import (
+    PUBLIC_CHANNEL_OPTIONS,
+    make_public_channel,
+    public_credentials,
+    to_baton_error,
+)
 from common.types import FinishReason, PhasesMs, TokenId, TokenLogprobs, Usage
 from common.wire import (
     finish_reason_from_proto,
@@ -104,11 +110,20 @@ class Chunk:
 
 class BatonClient:
     """One connection to a gateway, ``target`` being host:port. ``timeout_s`` bounds a whole
-    request, tries included; the server has a limit of its own."""
+    request, tries included; the server has a limit of its own. ``api_key`` where the gateway wants
+    one; ``tls_ca_file``, PEM, for one that speaks TLS."""
 
-    def __init__(self, target: str, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        target: str,
+        timeout_s: float | None = None,
+        *,
+        api_key: str = "",
+        tls_ca_file: Path | None = None,
+    ) -> None:
         self._target = target
-        self._channel = make_public_channel(target)
+        self._metadata = _metadata(api_key)
+        self._channel = make_public_channel(target, tls_ca_file)
         self._stub = inference_grpc.InferenceServiceStub(self._channel)
         self._timeout_s = timeout_s
 
@@ -140,7 +155,9 @@ class BatonClient:
         tries = _Tries(self._timeout_s, asyncio.get_running_loop().time())
         while True:
             now_s = asyncio.get_running_loop().time()
-            call = self._stub.Generate(request, timeout=tries.left_s(now_s))
+            call = self._stub.Generate(
+                request, timeout=tries.left_s(now_s), metadata=self._metadata
+            )
             started = False
             try:
                 async for response in call:
@@ -156,7 +173,7 @@ class BatonClient:
     async def model_info(self) -> inference.GetModelInfoResponse:
         try:
             return await self._stub.GetModelInfo(
-                inference.GetModelInfoRequest(), timeout=_INFO_TIMEOUT_S
+                inference.GetModelInfoRequest(), timeout=_INFO_TIMEOUT_S, metadata=self._metadata
             )
         except grpc.RpcError as error:
             raise _failure(error, self._target) from None
@@ -164,7 +181,7 @@ class BatonClient:
     async def list_workers(self) -> inference.ListWorkersResponse:
         try:
             return await self._stub.ListWorkers(
-                inference.ListWorkersRequest(), timeout=_INFO_TIMEOUT_S
+                inference.ListWorkersRequest(), timeout=_INFO_TIMEOUT_S, metadata=self._metadata
             )
         except grpc.RpcError as error:
             raise _failure(error, self._target) from None
@@ -173,9 +190,21 @@ class BatonClient:
 class SyncBatonClient:
     """As `BatonClient`, for programs without an event loop."""
 
-    def __init__(self, target: str, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        target: str,
+        timeout_s: float | None = None,
+        *,
+        api_key: str = "",
+        tls_ca_file: Path | None = None,
+    ) -> None:
         self._target = target
-        self._channel = grpc.insecure_channel(target, options=PUBLIC_CHANNEL_OPTIONS)
+        self._metadata = _metadata(api_key)
+        if tls_ca_file is None:
+            self._channel = grpc.insecure_channel(target, options=PUBLIC_CHANNEL_OPTIONS)
+        else:
+            credentials = public_credentials(tls_ca_file)
+            self._channel = grpc.secure_channel(target, credentials, PUBLIC_CHANNEL_OPTIONS)
         self._stub = inference_grpc.InferenceServiceStub(self._channel)
         self._timeout_s = timeout_s
 
@@ -206,7 +235,9 @@ class SyncBatonClient:
         request = make_request(prompt, sampling, n, request_id, cache_salt, priority)
         tries = _Tries(self._timeout_s, time.monotonic())
         while True:
-            call = self._stub.Generate(request, timeout=tries.left_s(time.monotonic()))
+            call = self._stub.Generate(
+                request, timeout=tries.left_s(time.monotonic()), metadata=self._metadata
+            )
             started = False
             try:
                 for response in call:
@@ -221,15 +252,23 @@ class SyncBatonClient:
 
     def model_info(self) -> inference.GetModelInfoResponse:
         try:
-            return self._stub.GetModelInfo(inference.GetModelInfoRequest(), timeout=_INFO_TIMEOUT_S)
+            return self._stub.GetModelInfo(
+                inference.GetModelInfoRequest(), timeout=_INFO_TIMEOUT_S, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise _failure(error, self._target) from None
 
     def list_workers(self) -> inference.ListWorkersResponse:
         try:
-            return self._stub.ListWorkers(inference.ListWorkersRequest(), timeout=_INFO_TIMEOUT_S)
+            return self._stub.ListWorkers(
+                inference.ListWorkersRequest(), timeout=_INFO_TIMEOUT_S, metadata=self._metadata
+            )
         except grpc.RpcError as error:
             raise _failure(error, self._target) from None
+
+
+def _metadata(api_key: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
 def _failure(error: grpc.RpcError, target: str) -> BatonError:

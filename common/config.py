@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from common.config_check import check_environment, check_names, explain, yaml_reason
 from common.errors import ConfigError
 from common.sizes import Bytes
-from common.tls import TlsFiles
+from common.tls import PublicTlsFiles, TlsFiles
 from common.types import LocalPrefill, Role
 
 PROTOCOL_VERSION = 1
@@ -96,10 +96,40 @@ class GatewaySettings(ProcessSettings):
     )
     model: str = Field("default", description="prepared model entry (DIR), oracle or null")
     grpc_port: int = Field(50051, ge=0, le=65535, description="public gRPC port; 0 means free")
+    http_port: int = Field(
+        8000, ge=0, le=65535, description="OpenAI-compatible HTTP port; 0 means free"
+    )
+    api_key_file: Path | None = Field(
+        None, description="keys of those who may ask, with tenants and limits; mode 0600"
+    )
+    public_tls_cert_file: Path | None = Field(
+        None, description="PEM certificate that clients of gRPC and HTTP see"
+    )
+    public_tls_key_file: Path | None = Field(None, description="its PEM key; mode 0600")
+    public_tls_client_ca_file: Path | None = Field(
+        None, description="PEM authority that must have signed clients' certificates (mutual TLS)"
+    )
+    cors_origin: str = Field("", description="origins whose pages may call, commas between them")
+    http_max_connections: int = Field(2048, ge=1, description="HTTP connections at the same time")
+    http_read_timeout_s: float = Field(
+        20.0, gt=0, description="time for a request's headers, and again for its body, to arrive"
+    )
     max_message_bytes: Bytes = Field(4 << 20, ge=1 << 16, description="largest public message")
     max_model_len: int | None = Field(None, ge=1, description="longest prompt + output")
     max_queued_requests: int = Field(1024, ge=1, description="requests waiting for a worker")
     max_queued_tokens: int = Field(1 << 20, ge=1, description="prompt tokens waiting for a worker")
+    max_queued_requests_per_tenant: int = Field(
+        512, ge=1, description="of one tenant's, waiting for a worker"
+    )
+    max_queued_tokens_per_tenant: int = Field(
+        1 << 19, ge=1, description="of one tenant's prompts, waiting for a worker"
+    )
+    routing: Literal["auto", "load", "random"] = Field(
+        "auto", description="prefill worker by cached prefix and load, by load alone, at random"
+    )
+    local_prefill_threshold: int | None = Field(
+        None, ge=0, description="compute prompts on decode workers up to so many uncached tokens"
+    )
     request_timeout_s: float = Field(600.0, gt=0, le=86400, description="longest life of a request")
     flush_interval_s: float = Field(0.02, ge=0, le=1, description="at most one message a stream in")
     max_attempts: int = Field(3, ge=1, le=100, description="failures before a request is given up")
@@ -108,6 +138,19 @@ class GatewaySettings(ProcessSettings):
     drain_budget_s: float = Field(60.0, ge=0, description="time to finish after SIGTERM")
     max_n: int = Field(16, ge=1, le=1024, description="largest n of one request")
     max_logprobs: int = Field(20, ge=0, le=1000, description="largest logprobs of one request")
+
+    @property
+    def public_tls(self) -> PublicTlsFiles | None:
+        """TLS on the public ports, or None: they are plain."""
+        cert, key = self.public_tls_cert_file, self.public_tls_key_file
+        return PublicTlsFiles(cert, key, self.public_tls_client_ca_file) if cert and key else None
+
+    @model_validator(mode="after")
+    def _public_tls_files_come_together(self) -> Self:
+        given = [self.public_tls_cert_file, self.public_tls_key_file]
+        if any(given) != all(given) or (self.public_tls_client_ca_file and not all(given)):
+            raise ConfigError("public_tls_cert_file", "public_tls_key_file goes together with it")
+        return self
 
 
 class WorkerSettings(ProcessSettings):
@@ -135,6 +178,15 @@ class WorkerSettings(ProcessSettings):
     enable_chunked_prefill: bool = Field(True, description="split long prompts over steps")
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens a step")
     max_num_seqs: int = Field(256, ge=1, description="sequences a step")
+    max_num_partial_prefills: int = Field(
+        4, ge=1, description="prompts computed in turns, so that short ones pass long ones"
+    )
+    allocator: Literal["paged", "contiguous"] = Field(
+        "paged", description="contiguous reserves max_model_len for each request, to compare with"
+    )
+    on_ledger_fault: Literal["count", "raise"] = Field(
+        "count", description="when the books of the KV pool are wrong: log and count, or stop"
+    )
     max_model_len: int | None = Field(None, ge=1, description="longest prompt + output")
     async_depth: int | None = Field(None, ge=0, le=1, description="steps in flight")
     lease_s: float = Field(10.0, gt=0, description="life of an offer without renewal")

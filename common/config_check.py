@@ -14,7 +14,15 @@ from common.errors import ConfigError
 
 PREFIX = "BATON_"
 # Read where they are used; no settings.
-_OTHER_VARIABLES = frozenset({"BATON_ADDRESS", "BATON_CACHE", "BATON_CONFIG"})
+_OTHER_VARIABLES = frozenset(
+    {
+        "BATON_ADDRESS",
+        "BATON_API_KEY",
+        "BATON_CACHE",
+        "BATON_CLIENT_CA_FILE",
+        "BATON_CONFIG",
+    }
+)
 # What Kubernetes puts into a pod for a service called baton-...
 _SERVICE_LINK = re.compile(r"BATON_\w+_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_(TCP|UDP|SCTP)\w*)")
 

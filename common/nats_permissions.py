@@ -5,13 +5,15 @@ A worker's id is its own choice, so a role's rights reach over all ids of that r
 ==========  ===================================================  ===================================
 role        may publish                                          may subscribe to
 ==========  ===================================================  ===================================
-gateway     jobs, cancels, discover; creates the job queue       reports, accepts, tickets
-prefill     accepts, tickets, reports; pulls and acks jobs       jobs by name, cancels, discover
-decode      reports                                              discover
+gateway     jobs, cancels, discover, cache snapshot requests;    reports, accepts, tickets, cache
+            creates the job queue                                events
+prefill     accepts, tickets, reports, cache events;             jobs by name, cancels, discover,
+            pulls and acks jobs                                  cache snapshot requests
+decode      reports, cache events                                discover, cache snapshot requests
 ==========  ===================================================  ===================================
 
 Whoever asks hears answers below an inbox prefix of its role's own, and whoever is asked may answer
-once. A decode worker neither asks nor is asked.
+once. A decode worker asks nobody.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,8 @@ from common.bus import (
     JOB_STREAM,
     JOB_SUBJECT,
     accept_subject,
+    kv_events_subject,
+    kv_snapshot_subject,
     report_subject,
     ticket_subject,
     worker_cancel_subject,
@@ -42,12 +46,13 @@ def _inboxes(user: str) -> str:
     return f"_INBOX_{user}"
 
 
-def _permissions(
-    publish: Sequence[str], subscribe: Sequence[str], answers: bool
-) -> dict[str, object]:
-    """As nats-server's configuration has them."""
-    rights: dict[str, object] = {"publish": {"allow": publish}, "subscribe": {"allow": subscribe}}
-    return rights | ({"allow_responses": True} if answers else {})
+def _permissions(publish: Sequence[str], subscribe: Sequence[str]) -> dict[str, object]:
+    """As nats-server's configuration has them; every role is asked something."""
+    return {
+        "publish": {"allow": publish},
+        "subscribe": {"allow": subscribe},
+        "allow_responses": True,
+    }
 
 
 ROLES: Final[Mapping[str, Mapping[str, object]]] = {
@@ -57,6 +62,7 @@ ROLES: Final[Mapping[str, Mapping[str, object]]] = {
             worker_job_subject(_ANY),
             worker_cancel_subject(_ANY),
             DISCOVER_SUBJECT,
+            kv_snapshot_subject(_ANY),
             f"$JS.API.STREAM.CREATE.{JOB_STREAM}",
             f"$JS.API.CONSUMER.DURABLE.CREATE.{JOB_STREAM}.{JOB_CONSUMER}",
         ],
@@ -64,15 +70,16 @@ ROLES: Final[Mapping[str, Mapping[str, object]]] = {
             report_subject(_ANY),
             accept_subject(_ANY),
             ticket_subject(_ANY),
+            kv_events_subject(_ANY),
             f"{_inboxes('gateway')}.>",
         ],
-        answers=True,
     ),
     "prefill": _permissions(
         publish=[
             accept_subject(_ANY),
             ticket_subject(_ANY),
             report_subject(_ANY),
+            kv_events_subject(_ANY),
             f"$JS.API.CONSUMER.MSG.NEXT.{JOB_STREAM}.{JOB_CONSUMER}",
             # From 2.15 on it holds the domain and a hash of the account before the stream.
             "$JS.ACK.>",
@@ -81,11 +88,12 @@ ROLES: Final[Mapping[str, Mapping[str, object]]] = {
             worker_job_subject(_ANY),
             worker_cancel_subject(_ANY),
             DISCOVER_SUBJECT,
+            kv_snapshot_subject(_ANY),
             f"{_inboxes('prefill')}.>",
         ],
-        answers=True,
     ),
     "decode": _permissions(
-        publish=[report_subject(_ANY)], subscribe=[DISCOVER_SUBJECT], answers=False
+        publish=[report_subject(_ANY), kv_events_subject(_ANY)],
+        subscribe=[DISCOVER_SUBJECT, kv_snapshot_subject(_ANY)],
     ),
 }

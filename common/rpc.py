@@ -15,6 +15,7 @@ import errno
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -25,7 +26,7 @@ from grpc_reflection.v1alpha import reflection
 from common.boundary import Boundary, TokenChannel, TokenCheck
 from common.errors import ConfigError, Unsupported
 from common.status import abort_with, to_baton_error
-from common.tls import TlsFiles
+from common.tls import PublicTlsFiles, TlsFiles
 
 __all__ = [
     "PUBLIC_CHANNEL_OPTIONS",
@@ -116,15 +117,21 @@ def make_public_server(max_message_bytes: int) -> aio.Server:
 
 
 def bind(
-    server: aio.Server, host: str, port: int, tls: TlsFiles | None = None, setting: str = "port"
+    server: aio.Server,
+    host: str,
+    port: int,
+    tls: TlsFiles | PublicTlsFiles | None = None,
+    setting: str = "port",
 ) -> int:
-    """Listens on ``host:port`` (0: a free one) and returns the port. With ``tls`` only those who
-    show a certificate of the same authority get as far as a call. Raises ConfigError that names
-    ``setting``."""
+    """Listens on ``host:port`` (0: a free one) and returns the port. With a ``tls`` that names an
+    authority only those who show a certificate of it get as far as a call. Raises ConfigError that
+    names ``setting``."""
     credentials = None
     if tls is not None:
         cert, key, ca = tls.read()
-        credentials = grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=True)
+        credentials = grpc.ssl_server_credentials(
+            [(key, cert)], ca, require_client_auth=ca is not None
+        )
     try:
         if credentials is not None:
             return server.add_secure_port(endpoint(host, port), credentials)
@@ -161,8 +168,19 @@ def make_internal_channel(target: str, token: str, tls: TlsFiles | None = None) 
     return TokenChannel(aio.secure_channel(target, credentials, options=options), token)
 
 
-def make_public_channel(target: str) -> aio.Channel:
-    return aio.insecure_channel(target, options=PUBLIC_CHANNEL_OPTIONS)
+def make_public_channel(target: str, tls_ca_file: Path | None = None) -> aio.Channel:
+    """With the file of an authority: over TLS, to who has a certificate of it for ``target``.
+    Raises ConfigError."""
+    if tls_ca_file is None:
+        return aio.insecure_channel(target, options=PUBLIC_CHANNEL_OPTIONS)
+    return aio.secure_channel(target, public_credentials(tls_ca_file), PUBLIC_CHANNEL_OPTIONS)
+
+
+def public_credentials(tls_ca_file: Path) -> grpc.ChannelCredentials:
+    try:
+        return grpc.ssl_channel_credentials(tls_ca_file.read_bytes())
+    except OSError as error:
+        raise ConfigError("tls_ca_file", f"cannot read {tls_ca_file}: {error.strerror}") from None
 
 
 @contextmanager

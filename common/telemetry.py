@@ -3,32 +3,35 @@
 A parent is named by its *carrier*, the W3C headers ``{"traceparent": ...}`` as they travel in NATS
 headers and gRPC metadata; no span is ever "current", so nothing depends on which task runs. All
 times are of one monotonic clock (a loop's or an engine's), turned into wall time by an offset
-taken once, so a clock that jumps bends no span. Without an endpoint every call is a cheap no-op
-and carriers pass through. Prompts, outputs and lease secrets are never attributes.
+taken once, so a clock that jumps bends no span. Without an endpoint, or where the environment says
+``OTEL_SDK_DISABLED=true``, every call is a cheap no-op and carriers pass through; the SDK itself
+reads ``OTEL_TRACES_SAMPLER``. Prompts, outputs and lease secrets are never attributes.
 """
 
 import asyncio
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.environment_variables import OTEL_SDK_DISABLED
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-AttributeValue = str | bool | int | float
+AttributeValue = str | bool | int | float | Sequence[str]
 Attributes = Mapping[str, AttributeValue]
 Carrier = Mapping[str, str]
 
 _CARRIER_KEYS = ("traceparent", "tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
-_EXPORT_DELAY_MS = 200
+_EXPORT_DELAY_MS = 500
 _EXPORT_TIMEOUT_S = 2
 _SHUTDOWN_S = 2.0
 
@@ -85,7 +88,7 @@ class Telemetry:
         self._clock = clock
         self._offset_ns = time.time_ns() - round(clock() * 1e9)
         self._provider: TracerProvider | None = None
-        if otlp_endpoint is None:
+        if otlp_endpoint is None or _is_disabled():
             return
         resource = Resource.create(
             {
@@ -200,6 +203,10 @@ class Telemetry:
 
     def _wall_ns(self, seconds: float) -> int:
         return self._offset_ns + round(seconds * 1e9)
+
+
+def _is_disabled() -> bool:
+    return os.environ.get(OTEL_SDK_DISABLED, "").strip().lower() == "true"
 
 
 def carrier_from(pairs: Mapping[str, str] | Iterable[tuple[str, str | bytes]] | None) -> Carrier:

@@ -1,4 +1,5 @@
-"""Mutual TLS between our own processes: a certificate, its key, and the authority of the run.
+"""Mutual TLS between our own processes: a certificate, its key, and the authority of the run; and
+TLS towards clients, which is set apart (`PublicTlsFiles`).
 
 Both ends of a link show a certificate that the authority has signed, and both check the other's;
 the dialled end's must bear the name or address that was dialled (see ``--advertise-host``). One
@@ -44,15 +45,48 @@ class TlsFiles:
         return self.cert.read_bytes(), self.key.read_bytes(), self.ca.read_bytes()
 
     def _loaded(self, context: ssl.SSLContext) -> ssl.SSLContext:
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        with _naming("tls_key_file", self.key):
-            if self.key.stat().st_mode & 0o077:
-                raise ConfigError("tls_key_file", f"{self.key} is readable by others; chmod 600 it")
-        with _naming("tls_ca_file", self.ca):
-            context.load_verify_locations(self.ca)
-        with _naming("tls_cert_file", self.cert):
-            context.load_cert_chain(self.cert, self.key)
-        return context
+        return _loaded(context, self.cert, self.key, self.ca, prefix="tls")
+
+
+@dataclass(frozen=True, slots=True)
+class PublicTlsFiles:
+    """What clients of the public ports see. With ``client_ca`` only those who show a certificate
+    that it has signed get as far as a request."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def server_context(self) -> ssl.SSLContext:
+        """Raises ConfigError."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if self.client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return _loaded(context, self.cert, self.key, self.client_ca, prefix="public_tls")
+
+    def read(self) -> tuple[bytes, bytes, bytes | None]:
+        """Certificate, key and the authority of clients, if any, found to fit each other. Raises
+        ConfigError."""
+        self.server_context()
+        client_ca = None if self.client_ca is None else self.client_ca.read_bytes()
+        return self.cert.read_bytes(), self.key.read_bytes(), client_ca
+
+
+def _loaded(
+    context: ssl.SSLContext, cert: Path, key: Path, ca: Path | None, prefix: str
+) -> ssl.SSLContext:
+    """``prefix``: how the names of the settings begin."""
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    with _naming(f"{prefix}_key_file", key):
+        if key.stat().st_mode & 0o077:
+            raise ConfigError(f"{prefix}_key_file", f"{key} is readable by others; chmod 600 it")
+    if ca is not None:
+        kind = "ca" if prefix == "tls" else "client_ca"
+        with _naming(f"{prefix}_{kind}_file", ca):
+            context.load_verify_locations(ca)
+    with _naming(f"{prefix}_cert_file", cert):
+        context.load_cert_chain(cert, key)
+    return context
 
 
 @contextmanager

@@ -222,9 +222,11 @@ class SequenceCounts:
     decode_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceOutput:
-    """Tokens that one step gave one sequence. Empty ``token_ids`` only when it finishes without."""
+    """Tokens that one step gave one sequence. Empty ``token_ids`` only when it finishes without.
+    Nobody changes it; it is not frozen because one is made for every token, and a frozen one takes
+    several times as long to make."""
 
     seq_id: SequenceId
     index: int
@@ -263,16 +265,19 @@ class SequenceFailed:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """Part of a prompt that one step computed, for the trace."""
+    """Part of a prompt that one step computed. ``num_logits``: positions whose logits were
+    wanted, to sample the first token or to score the prompt's."""
 
     seq_id: SequenceId
     start: int
     num_tokens: int
+    num_logits: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One engine step, for traces and metrics; times are of the engine's monotonic clock."""
+    """One engine step, for traces and metrics; times are of the engine's monotonic clock.
+    ``num_decode_context``: tokens that its decodes attended to, themselves included."""
 
     step_id: int
     start_s: float
@@ -281,6 +286,12 @@ class StepRecord:
     num_decode_tokens: int
     num_sequences: int
     chunks: tuple[ChunkRecord, ...] = ()
+    num_decode_context: int = 0
+
+    @property
+    def num_rows_with_logits(self) -> int:
+        """Every decode has logits, and every chunk that ends a prompt."""
+        return self.num_decode_tokens + sum(chunk.num_logits > 0 for chunk in self.chunks)
 
 
 EngineEvent = SequenceOutput | ImportReady | SequenceFailed
@@ -304,6 +315,13 @@ class Usage:
     drafted: int = 0
     accepted: int = 0
     preemptions: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that nobody had to compute: found where the prompt was computed. What a
+        decode worker had of a prompt that was handed over saved a copy, not compute."""
+        handed_over = self.prefill_computed + self.prefill_cached > 0
+        return self.prefill_cached if handed_over else self.decode_cached
 
 
 @dataclass(frozen=True, slots=True)

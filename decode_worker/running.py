@@ -29,8 +29,10 @@ from decode_worker.spans import SequenceSpans
 from decode_worker.statistics import Counters
 from decode_worker.tokens import StepMessages
 from engine.engine import Engine
+from engine.flops import ModelCosts
 from engine.loop import EngineRuntime
 from kv_transfer.imports import Imports
+from worker.rates import Rate
 from worker.sequences import SequenceIds, spec_from_state
 from worker.snapshot import EngineSnapshot
 from worker.spans import StepSpans
@@ -50,6 +52,7 @@ class Running:
         promises: Promises,
         imports: Imports,
         telemetry: Telemetry,
+        costs: ModelCosts,
         changed: Callable[[], None],
     ) -> None:
         self.counters = Counters()
@@ -62,15 +65,22 @@ class Running:
         self._changed = changed
         self._table = SequenceTable()
         self._seq_ids = SequenceIds()
-        self._steps = StepSpans(telemetry)
+        self._steps = StepSpans(telemetry, costs)
         # Fetches and releases of offers.
         self._tasks = Tasks()
+        # Bytes per second from claim to settle.
+        self.transfer_rate = Rate()
 
     def __len__(self) -> int:
         return len(self._table)
 
     def specs(self) -> list[SequenceSpec]:
         return [sequence.spec for sequence in self._table]
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Of local prefills that have given no token yet, those to compute."""
+        return sum(s.spec.num_tokens for s in self._table if s.is_local and not s.told_usage)
 
     # ------------------------------------------------------------ what gateways say
 
@@ -96,6 +106,7 @@ class Running:
                 is_handed_off=offer is not None,
             ),
             offer=offer,
+            is_local=offer is None,
         )
         promised = self._promises.start(link.stream, spec.request_id, spec.attempt)
         refusal = self._refusal(sequence, promised)
@@ -210,7 +221,9 @@ class Running:
         started_s = asyncio.get_running_loop().time()
         try:
             with sequence.spans.fetch() as fetched:
-                fetched.result = await self._imports.fetch(offer, ready.moves)
+                fetched.result = result = await self._imports.fetch(offer, ready.moves)
+            spent_s = asyncio.get_running_loop().time() - started_s
+            self.transfer_rate.add(result.num_bytes, spent_s)
             usable = True
         except TransferError as error:
             lost = str(error)
@@ -238,6 +251,12 @@ class Running:
 
     def on_events(self, events: Sequence[EngineEvent], record: StepRecord | None) -> None:
         messages = StepMessages()
+        # Before the tokens: the last chunk of a prompt may also be the end of its sequence.
+        if record is not None:
+            for chunk in record.chunks:
+                if (sequence := self._table.of_engine(chunk.seq_id)) is not None:
+                    sequence.spans.chunk(record, chunk)
+                    self._landed(sequence)
         for event in events:
             sequence = self._table.of_engine(event.seq_id)
             if isinstance(event, ImportReady):
@@ -247,18 +266,13 @@ class Running:
             elif isinstance(event, SequenceOutput):
                 messages.add(sequence, event)
                 if record is not None:
-                    sequence.spans.tokens(record, len(event.token_ids))
+                    sequence.spans.tokens(record, event)
                 self._landed(sequence)
                 if event.finish_reason is not None:
                     self.counters.finished += 1
                     self._end(sequence, None)
             else:
                 self._on_failed(sequence, event)
-        if record is not None:
-            for chunk in record.chunks:
-                if (sequence := self._table.of_engine(chunk.seq_id)) is not None:
-                    sequence.spans.chunk(record, chunk)
-                    self._landed(sequence)
         now_s = asyncio.get_running_loop().time()
         messages.send(record.end_s if record is not None else now_s)
         self._snapshot.step_done(record)

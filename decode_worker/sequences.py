@@ -19,6 +19,8 @@ class DecodeSequence:
     spec: SequenceSpec
     spans: SequenceSpans
     offer: Offer | None
+    # Its prompt is computed here.
+    is_local: bool
     deadline: asyncio.TimerHandle | None = None
     fetching: asyncio.Task[None] | None = None
     # Its promise is no longer needed.

@@ -3,6 +3,7 @@
 ``decode`` from Start to the end; within that time ``decode.queue`` until the engine made room,
 ``kv.fetch`` (claim, copy, settle), or one ``prefill.chunk`` a step where this worker computes the
 prompt, and ``decode.run`` over all steps that gave tokens, linked to the first and the last.
+``decode`` and ``decode.run`` carry the FLOPs and bytes of the sequence's decodes (engine/flops.py).
 
 All are children of the attempt's span, which the gateway ends: a worker that dies takes its open
 spans with it, and none of those that it has sent is left without a parent.
@@ -12,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from common.telemetry import Carrier, Telemetry
-from common.types import ChunkRecord, SequenceSpec, StepRecord
+from common.types import ChunkRecord, SequenceOutput, SequenceSpec, StepRecord
+from engine.flops import Cost
 from kv_transfer.base import FetchResult
-from worker.spans import StepSpans
+from worker.spans import StepSpans, cost_attributes
 
 
 class FetchSpan:
@@ -40,6 +42,12 @@ class SequenceSpans:
         self._first: StepRecord | None = None
         self._last: StepRecord | None = None
         self._num_tokens = 0
+        self._num_prompt = len(spec.prompt_ids)
+        # What its decodes cost: a row of a step each, which attends to all tokens before it.
+        self._num_decodes = 0
+        self._num_context = 0
+        self._weight_bytes = 0.0
+        self._chunk_step_id = 0
         self._span = telemetry.start_span(
             "decode",
             parent=carrier,
@@ -74,28 +82,34 @@ class SequenceSpans:
         if not self._telemetry.enabled:
             return
         self.admitted(record.start_s)
-        self._telemetry.record_span(
-            "prefill.chunk",
-            record.start_s,
-            record.end_s,
-            parent=self._carrier,
-            attributes={"baton.start": chunk.start, "baton.num_tokens": chunk.num_tokens},
-            links=(self._steps.link(record),),
-        )
+        self._steps.record_chunk(record, chunk, self._carrier)
+        self._chunk_step_id = record.step_id
 
-    def tokens(self, record: StepRecord, num_tokens: int) -> None:
+    def tokens(self, record: StepRecord, output: SequenceOutput) -> None:
+        if not self._telemetry.enabled:
+            return
         self._first = self._first or record
         self._last = record
-        self._num_tokens += num_tokens
+        self._num_tokens += len(output.token_ids)
+        if record.step_id != self._chunk_step_id:  # else the chunk's span has it
+            self._num_decodes += 1
+            self._num_context += self._num_prompt + output.index
+            self._weight_bytes += self._steps.weight_share(record)
 
     def end(self, error: str | None) -> None:
-        if self._telemetry.enabled and self._first is not None and self._last is not None:
+        if not self._telemetry.enabled:
+            return
+        decodes = self._steps.costs.decodes(self._num_decodes, self._num_context)
+        cost = cost_attributes(decodes + Cost(0.0, self._weight_bytes))
+        for name, value in cost.items():
+            self._span.set(name, value)
+        if self._first is not None and self._last is not None:
             self._telemetry.record_span(
                 "decode.run",
                 self._first.start_s,
                 self._last.end_s,
                 parent=self._carrier,
-                attributes={"baton.num_tokens": self._num_tokens},
+                attributes={"baton.num_tokens": self._num_tokens, **cost},
                 links=(self._steps.link(self._first), self._steps.link(self._last)),
                 error=error,
             )

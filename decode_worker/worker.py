@@ -28,6 +28,7 @@ from common.types import EngineEvent, StepRecord
 from common.wire import block_counts_to_proto
 from common.wire import worker as wire
 from decode_worker.link import GatewayLink, LinkLimits
+from decode_worker.metrics import exposition
 from decode_worker.promises import Promises
 from decode_worker.reservations import Occupancy, Reservations, StreamId
 from decode_worker.running import Running
@@ -35,7 +36,10 @@ from decode_worker.statistics import DecodeStatistics
 from engine.engine import Engine
 from kv_transfer.imports import Imports
 from worker.drain import Phase
-from worker.introspection import Json, exposition, to_json
+from worker.introspection import Json, to_json
+from worker.kv_events import KvEventPublisher
+from worker.metrics import StepMeter
+from worker.rates import PrefillRates
 from worker.registration import Registration
 from worker.report import WorkerFacts, WorkerState, make_load, make_report
 from worker.runtime import MakeRuntime
@@ -57,8 +61,11 @@ class DecodeWorker:
         self._facts = facts
         self._limits = LinkLimits(settings.outbox_max_bytes, settings.outbox_timeout_s)
         self._imports = imports
+        self._meter = StepMeter(facts.costs)
         self._runtime = make_runtime(self._on_events)
-        self._snapshot = EngineSnapshot(self._runtime, self._room_changed)
+        self._snapshot = EngineSnapshot(self._runtime, self._refreshed)
+        self._kv_events = KvEventPublisher(bus, facts.identity, self._runtime)
+        self._prefill_rates = PrefillRates(settings.max_num_batched_tokens)
         self._registration = Registration(bus, facts.identity.worker_id, self.describe)
         self._promises = Promises(
             Reservations(facts.num_blocks, settings.decode_lookahead), self._send, self._occupancy
@@ -70,6 +77,7 @@ class DecodeWorker:
             self._promises,
             imports,
             telemetry,
+            facts.costs,
             self._changed,
         )
         self._links: dict[StreamId, GatewayLink] = {}
@@ -92,6 +100,7 @@ class DecodeWorker:
             group.create_task(self._snapshot.run(), name="snapshot")
             group.create_task(self._promises.run(), name="promises")
             group.create_task(self._registration.run(), name="registration")
+            group.create_task(self._kv_events.run(), name="kv events")
 
     async def stop_intake(self) -> None:
         """No new promises; those given stay good."""
@@ -143,7 +152,12 @@ class DecodeWorker:
             self._runtime.step_age_s(),
             owned=((spec.request_id, spec.attempt) for spec in self._running.specs()),
             bytes_moved=self._imports.statistics().num_bytes,
+            kv_events=self._kv_events.number,
             promised_blocks=self._promises.num_blocks,
+            queued_tokens=self._running.num_queued_tokens,
+            prefill_tokens_per_s=self._prefill_rates.per_s,
+            full_step_tokens_per_s=self._prefill_rates.full_per_s,
+            transfer_bytes_per_s=self._running.transfer_rate.per_s,
         )
         return make_report(self._facts, self._state, load)
 
@@ -160,7 +174,7 @@ class DecodeWorker:
         )
 
     def metrics(self) -> str:
-        return exposition(self._facts.identity.role, self._snapshot.current, self.statistics())
+        return exposition(self._facts, self.statistics(), self._meter)
 
     def debug_statistics(self) -> Json:
         return to_json(self.statistics())
@@ -234,6 +248,10 @@ class DecodeWorker:
         self._room_changed()
         self._registration.changed()
 
+    def _refreshed(self) -> None:
+        self._room_changed()
+        self._kv_events.changed()
+
     def _room_changed(self) -> None:
         self._promises.grant()
         if self._running or not self._promises.is_empty:
@@ -250,4 +268,7 @@ class DecodeWorker:
             link.send(message)
 
     def _on_events(self, events: Sequence[EngineEvent], record: StepRecord | None) -> None:
+        if record is not None:
+            self._meter.add(record)
+            self._prefill_rates.add(record)
         self._running.on_events(events, record)

@@ -13,7 +13,7 @@ before. Not thread-safe: everything runs on the engine's thread (engine/loop.py)
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.types import (
     BlockMove,
@@ -29,11 +29,13 @@ from common.types import (
     StepRecord,
 )
 from engine.batch import RowResult
+from engine.block_events import MAX_SNAPSHOT_KEYS, BlockEvents, snapshot
 from engine.block_pool import BlockPool, Holding, RefKind
 from engine.ledger import Ledger
 from engine.plan import Plan, PlannedRow
 from engine.runner import ModelRunner, StepHandle
 from engine.scheduler import Scheduler, SchedulerConfig
+from engine.self_check import SelfCheck
 from engine.sequence import Sequence, Status
 from engine.statistics import EngineStatistics
 
@@ -55,12 +57,14 @@ class Engine:
         pool: BlockPool,
         config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
+        raises_on_fault: bool = False,
     ) -> None:
         self._runner = runner
         self._pool = pool
         self._config = config
         self._clock = clock
         self._scheduler = Scheduler(pool, config, runner.copy_block, clock)
+        self._self_check = SelfCheck(pool, self._owners, clock, raises_on_fault)
         self._sequences: dict[SequenceId, Sequence] = {}
         # Aborted while a copy into their blocks was under way.
         self._quarantined: dict[SequenceId, Sequence] = {}
@@ -137,11 +141,11 @@ class Engine:
         return bool(has_any) and not self._stuck
 
     def statistics(self) -> EngineStatistics:
-        scheduler, counters = self._scheduler, self._scheduler.counters
+        scheduler, prefixes = self._scheduler, self._scheduler.tables.counters
         prefix = self._pool.prefix
         return EngineStatistics(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(scheduler.waiting_imports),
+            num_waiting=scheduler.num_waiting,
             num_importing=len(scheduler.importing) + len(self._quarantined),
             num_leased=len(self._leases),
             blocks=self._pool.counts(),
@@ -150,16 +154,41 @@ class Engine:
             num_decode_tokens=self._num_decode_tokens,
             num_output_tokens=self._num_output_tokens,
             num_failed=self._num_failed,
-            preemptions=counters.preemptions,
-            prefix_queries=counters.prefix_queries,
-            prefix_hits=counters.prefix_hits,
-            prefix_query_tokens=counters.prefix_query_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
+            preemptions=scheduler.num_preemptions,
+            prefix_queries=prefixes.queries,
+            prefix_hits=prefixes.hits,
+            prefix_query_tokens=prefixes.query_tokens,
+            prefix_hit_tokens=prefixes.hit_tokens,
             prefix_evictions=0 if prefix is None else prefix.num_evictions,
+            ledger_faults=self._self_check.num_faults,
         )
 
     def ledger(self) -> Ledger:
-        return self._pool.ledger()
+        return replace(self._pool.ledger(), leaked=self._pool.num_leaked(self._owners()))
+
+    def _owners(self) -> set[SequenceId]:
+        """Everyone who may hold blocks."""
+        writing = self._launched.rows if self._launched is not None else []
+        known = {row.sequence.seq_id for row in writing}
+        return known.union(self._sequences, self._quarantined, self._leases)
+
+    # ------------------------------------------------------------ what routing follows
+
+    @property
+    def has_block_events(self) -> bool:
+        """Whether `take_block_events` would give anything; cheap, and safe from any thread."""
+        return self._pool.prefix is not None and bool(self._pool.prefix.events)
+
+    def take_block_events(self) -> BlockEvents:
+        """Prefixes stored and removed since the last call; nothing without a prefix cache."""
+        prefix = self._pool.prefix
+        return BlockEvents() if prefix is None else prefix.events.take()
+
+    def cached_keys(self) -> tuple[int, ...]:
+        """64-bit prefixes of all indexed keys, at most MAX_SNAPSHOT_KEYS. Taken between two calls
+        of `take_block_events`, it counts for everything before it: a follower that takes events
+        and then this, or this and then events, may see a key twice but misses none."""
+        return snapshot(self._pool.indexed_keys(MAX_SNAPSHOT_KEYS))
 
     # ------------------------------------------------------------ one step
 
@@ -180,6 +209,7 @@ class Engine:
             record = self._collect()
         events, self._events = self._events, []
         self._stuck = not events and not plan.rows and record is None
+        self._self_check.after_step(self.has_work)
         return events, record
 
     def _launch(self, plan: Plan) -> _Launched:
@@ -194,11 +224,15 @@ class Engine:
         results = step.handle.collect()
         now_s = self._clock()
         chunks = []
+        num_context = 0
         for planned, result in zip(step.rows, results, strict=True):
             self._take(planned, result, now_s)
             if planned.is_prefill:
                 seq_id = planned.sequence.seq_id
-                chunks.append(ChunkRecord(seq_id, planned.start, planned.num_tokens))
+                num_logits = planned.samples + len(result.prompt_logprobs)
+                chunks.append(ChunkRecord(seq_id, planned.start, planned.num_tokens, num_logits))
+            else:
+                num_context += planned.end
         num_prefill_tokens = sum(chunk.num_tokens for chunk in chunks)
         num_decode_tokens = len(step.rows) - len(chunks)
         self._num_prefill_tokens += num_prefill_tokens
@@ -211,6 +245,7 @@ class Engine:
             num_decode_tokens=num_decode_tokens,
             num_sequences=len(step.rows),
             chunks=tuple(chunks),
+            num_decode_context=num_context,
         )
 
     # ------------------------------------------------------------ one row's result
@@ -235,22 +270,24 @@ class Engine:
 
     def _take_token(self, sequence: Sequence, result: RowResult, now_s: float) -> None:
         (token_id,) = result.token_ids
+        spec, index = sequence.spec, sequence.num_output
         reason = sequence.accept(token_id)
         self._num_output_tokens += 1
         held: tuple[BlockRef, ...] = ()
-        if reason is None and sequence.spec.prefill_only:
+        if reason is None and spec.prefill_only:
             held = self._lease(sequence)
-        index = sequence.num_output - 1
-        if reason is not None or index == len(sequence.spec.output_ids):
+        if reason is not None or index == len(spec.output_ids):
             sequence.update_counts(now_s)
         self._events.append(
             SequenceOutput(
-                seq_id=sequence.seq_id,
-                index=index,
-                token_ids=result.token_ids,
-                counts=sequence.counts,
+                sequence.seq_id,
+                index,
+                result.token_ids,
+                sequence.counts,
                 logprobs=result.logprobs,
-                prompt_logprobs=sequence.take_prompt_logprobs(),
+                prompt_logprobs=(
+                    sequence.take_prompt_logprobs() if sequence.wants_prompt_logprobs else ()
+                ),
                 finish_reason=reason,
                 matched_token_id=token_id if reason is FinishReason.STOP else None,
                 held=held,
@@ -308,7 +345,7 @@ class Engine:
             self._fail(sequence, "too_large", f"{spec.num_tokens} tokens, at most {max_len}")
         elif not 0 <= min(sequence.token_ids) <= max(sequence.token_ids) < self._runner.vocab_size:
             self._fail(sequence, "failed", "a token id is out of the vocabulary")
-        elif not self._scheduler.fits(sequence):
+        elif not self._scheduler.tables.fits(sequence):
             total = self._pool.num_total
             detail = f"{sequence.compute_limit} tokens never fit {total} blocks"
             self._fail(sequence, "too_large", detail)
@@ -330,6 +367,8 @@ class Engine:
         if sequence.chain is None:
             return
         num_full = sequence.num_settled // self._pool.block_size
+        if num_full <= sequence.num_indexed:
+            return
         for number in range(sequence.num_indexed, num_full):
             assert sequence.holding is not None
             sequence.block_parent = self._pool.index(
@@ -339,7 +378,8 @@ class Engine:
                 number,
                 sequence.token_ids,
             )
-            sequence.num_indexed = number + 1
+        sequence.num_indexed = num_full
+        self._scheduler.indexed(sequence)
 
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.seq_id]

@@ -38,12 +38,12 @@ class KVCache:
 
     def slots(self, block_ids: Sequence[int], start: int, end: int) -> list[int]:
         """Slots of the positions ``start`` to ``end - 1`` of a sequence with this block table."""
-        stride = self._runs_per_block * self.block_size
-        slots: list[int] = []
-        for position in range(start, end):
-            index, offset = divmod(position, self.block_size)
-            slots.append(block_ids[index] * stride + offset)
-        return slots
+        size, stride = self.block_size, self._runs_per_block * self.block_size
+        if end - start == 1:
+            return [block_ids[start // size] * stride + start % size]
+        return [
+            block_ids[position // size] * stride + position % size for position in range(start, end)
+        ]
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Keys and values ``[n, num_kv_heads, head_size]`` of n tokens into their slots ``[n]``."""

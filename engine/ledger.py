@@ -39,7 +39,9 @@ class LedgerBlock:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Every block that is not free, and the sums."""
+    """Every block that is not free, and the sums. ``leaked`` counts references under the ids of
+    owners that the engine does not know any more: 0, or we have a bug."""
 
     counts: BlockCounts
     blocks: tuple[LedgerBlock, ...]
+    leaked: int = 0

@@ -75,15 +75,16 @@ class TorchRunner:
     def launch(self, batch: Batch) -> FinishedStep:
         results = [RowResult() for _ in batch.rows]
         live: list[_LiveRow] = []
-        first = 0
+        first, vocab_size = 0, self.vocab_size
         for row, result in zip(batch.rows, results, strict=True):
             token_ids = self._resolve(row)
-            if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            if not _are_ids(token_ids, vocab_size):
                 # Also where the step before failed, so that nothing was in flight.
                 result.error = "a token id is out of the vocabulary"
                 continue
-            live.append(_LiveRow(row, result, token_ids, first))
-            first += len(token_ids)
+            span = Span(first, len(token_ids), row.start, row.block_ids)
+            live.append(_LiveRow(row, result, token_ids, span))
+            first += span.num_new
         if live:
             hidden = self._forward(live)
             _fail_not_finite(live, hidden)
@@ -99,12 +100,11 @@ class TorchRunner:
     def copy_block(self, source: int, target: int) -> None:
         self._cache.copy_block(source, target)
 
-    def _resolve(self, row: BatchRow) -> list[TokenId]:
+    def _resolve(self, row: BatchRow) -> Sequence[TokenId]:
         """The row's ids with one IN_FLIGHT filled in, if its token came to be."""
-        token_ids = list(row.token_ids)
-        if token_ids[0] == IN_FLIGHT:
-            token_ids[0] = self._in_flight.get(row.seq_id, IN_FLIGHT)
-        return token_ids
+        if row.token_ids[0] != IN_FLIGHT:
+            return row.token_ids
+        return [self._in_flight.get(row.seq_id, IN_FLIGHT), *row.token_ids[1:]]
 
     def _forward(self, live: Sequence["_LiveRow"]) -> Tensor:
         """Hidden states ``[n, hidden_size]`` of all new tokens."""
@@ -113,9 +113,10 @@ class TorchRunner:
         slots: list[int] = []
         for row in live:
             span = row.span
+            end = span.start + span.num_new
             token_ids += row.token_ids
-            positions += range(span.start, span.context)
-            slots += self._cache.slots(span.block_ids, span.start, span.context)
+            positions += range(span.start, end)
+            slots += self._cache.slots(span.block_ids, span.start, end)
         device = self._cache.device
         return self._model.forward(
             torch.tensor(token_ids, device=device),
@@ -144,7 +145,7 @@ class TorchRunner:
             scored: list[TokenLogprobs] = []
             for start in range(0, len(request.target_ids), _LOGPROBS_SLICE):
                 targets = request.target_ids[start : start + _LOGPROBS_SLICE]
-                begin = row.first + start
+                begin = row.span.first + start
                 logits = self._model.logits(hidden[begin : begin + len(targets)])
                 if not bool(logits.sum().isfinite()):
                     row.result.error = NOT_FINITE
@@ -156,30 +157,33 @@ class TorchRunner:
             row.result.prompt_logprobs = tuple(scored)
 
 
+def _are_ids(token_ids: Sequence[TokenId], vocab_size: int) -> bool:
+    if len(token_ids) == 1:
+        return 0 <= token_ids[0] < vocab_size
+    return min(token_ids) >= 0 and max(token_ids) < vocab_size
+
+
 def _fail_not_finite(live: Sequence["_LiveRow"], hidden: Tensor) -> None:
     """Chunks in mid-prompt have no logits to tell that their KV is worthless."""
     for row in live:
-        states = hidden[row.first : row.first + len(row.token_ids)]
-        if row.row.sample is None and not bool(states.sum().isfinite()):
-            row.result.error = NOT_FINITE
+        if row.row.sample is None:
+            states = hidden[row.span.first : row.span.first + row.span.num_new]
+            if not bool(states.sum().isfinite()):
+                row.result.error = NOT_FINITE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _LiveRow:
-    """A row under computation: its tokens are ``first ..`` of the step's."""
+    """A row under computation. One a sequence and step, so it is not frozen: that takes longer."""
 
     row: BatchRow
     result: RowResult
-    token_ids: list[TokenId]
-    first: int
-
-    @property
-    def span(self) -> Span:
-        return Span(self.first, len(self.token_ids), self.row.start, self.row.block_ids)
+    token_ids: Sequence[TokenId]
+    span: Span
 
     def sampled_indices(self) -> range:
         """Which of the step's tokens are followed by a sampled one."""
-        end = self.first + len(self.token_ids)
+        end = self.span.first + self.span.num_new
         return range(end - 1 - self.row.num_draft_tokens, end)
 
     def sample_requests(self) -> list[SampleRequest]:

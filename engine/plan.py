@@ -8,21 +8,19 @@ from engine.sequence import Sequence
 
 @dataclass(slots=True)
 class PlannedRow:
-    """Compute the tokens at ``start .. end-1`` of a sequence; sample the next where told."""
+    """Compute the tokens at ``start .. end-1`` of a sequence; sample the next where told.
+    ``is_prefill``: prompt tokens, or several at once of what a preempted or moved sequence had
+    before."""
 
     sequence: Sequence
     start: int
     end: int
     samples: bool
+    is_prefill: bool
 
     @property
     def num_tokens(self) -> int:
         return self.end - self.start
-
-    @property
-    def is_prefill(self) -> bool:
-        """Prompt tokens, or several at once of what a preempted or moved sequence had before."""
-        return self.num_tokens > 1 or self.start < self.sequence.num_prompt
 
 
 @dataclass(slots=True)

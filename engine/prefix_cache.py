@@ -10,10 +10,11 @@ when its key is registered anew or when it is the least recently used.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from common.block_keys import BlockKey, block_key, pack_ids
 from common.types import TokenId
+from engine.block_events import BlockEventLog
 
 KeyFunction = Callable[[BlockKey, bytes], BlockKey]
 
@@ -22,11 +23,15 @@ NO_PARENT = 0
 
 
 class TokenChain:
-    """Keys and packed ids of one sequence's full blocks, computed as they are first asked for."""
+    """Keys and packed ids of one sequence's full blocks, computed as they are first asked for.
+    ``tenant`` is whose blocks they are, see engine/cached_blocks.py."""
 
-    __slots__ = ("_block_size", "_key_function", "_keys", "_packed", "_root")
+    __slots__ = ("_block_size", "_key_function", "_keys", "_packed", "_root", "tenant")
 
-    def __init__(self, root: BlockKey, block_size: int, key_function: KeyFunction) -> None:
+    def __init__(
+        self, root: BlockKey, block_size: int, key_function: KeyFunction, tenant: int
+    ) -> None:
+        self.tenant = tenant
         self._root = root
         self._block_size = block_size
         self._key_function = key_function
@@ -51,6 +56,7 @@ class PrefixCache:
     def __init__(self, num_blocks: int, key_function: KeyFunction = block_key) -> None:
         self.key_function = key_function
         self.num_evictions = 0
+        self.events = BlockEventLog()
         self._index: dict[BlockKey, int] = {}
         self._keys: list[BlockKey | None] = [None] * num_blocks
         self._contents: list[bytes | None] = [None] * num_blocks
@@ -59,6 +65,17 @@ class PrefixCache:
 
     def __contains__(self, block: int) -> bool:
         return self._keys[block] is not None
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def keys(self) -> Iterable[BlockKey]:
+        """Of all indexed blocks."""
+        return self._index.keys()
+
+    def keys_of(self, blocks: Iterable[int]) -> list[BlockKey]:
+        """Of those of these blocks that are indexed."""
+        return [key for block in blocks if (key := self._keys[block]) is not None]
 
     def match(self, chain: TokenChain, token_ids: Sequence[TokenId], max_blocks: int) -> list[int]:
         """Blocks that hold the longest cached prefix, at most ``max_blocks``."""
@@ -94,6 +111,7 @@ class PrefixCache:
         self._contents[block] = content
         self._identities[block] = identity
         self._parents[block] = parent
+        self.events.note(key, stored=True)
         return identity, displaced
 
     def forget(self, block: int) -> None:
@@ -103,6 +121,7 @@ class PrefixCache:
             del self._index[key]
             self._keys[block] = None
             self._contents[block] = None
+            self.events.note(key, stored=False)
 
     def _is(self, block: int, parent: int, content: bytes) -> bool:
         return self._parents[block] == parent and self._contents[block] == content

@@ -1,21 +1,28 @@
-"""Which tokens the next step computes: running decodes first, then prefills.
+"""Decides what each step computes: running decodes first, then prefills.
 
 Life of a sequence in here::
 
     1. add                it waits, in one line for those to compute and one for imports: resumes
                           before new work, then by priority and age
-    2. admission          of the older head: all blocks of its tokens plus one, at once or not at
-                          all; a cached prefix is shared instead of computed; an import needs none
-                          of the step's budget, but waits for its copy before it runs
-    3. running            each step computes what is pending, within the budget; decodes need a new
-                          block now and then
-    4. preemption         no block left for a decode: the youngest gives all its blocks back, keeps
-                          its tokens and waits again
-    5. leave              it ended; its blocks go back once no launched step writes to them
+    2. follow             its prefix is being computed by another right now: it waits beside the
+                          line until that is done (engine/single_flight.py), then at its old place
+    3. admission          of the older head: its whole block table, at once or not at all
+                          (engine/block_tables.py); a cached prefix is shared instead of computed;
+                          an import needs none of the step's budget, but waits for its copy
+    4. running            each step computes what is pending: a decode its one token, the prompts
+                          under way share the rest (engine/prefill_budget.py)
+    5. preemption         no block left for a decode: the youngest gives all its blocks back, keeps
+                          its tokens and waits again; after ``max_preemptions`` times it is spared
+                          as long as there is another
+    6. leave              it ended; its blocks go back once no launched step writes to them
 
-Nobody is overtaken for want of blocks or of a slot, so nobody starves. An admission leaves one
-block for each running sequence to grow into, unless the pool is otherwise idle: so at least one
-sequence always runs, and preempted ones do not bounce.
+Fairness: within a line and a priority, nobody is overtaken for want of blocks, a slot or budget.
+Only two things are passed by: a follower, by sequences that share nothing with what it waits for
+(it would otherwise compute the same at the same time, and has its place back as soon as that is
+there); and a head that lacks budget in this step, by imports, which need none. So nobody starves.
+
+An admission leaves one block for each running sequence to grow into, unless the pool is otherwise
+idle: so at least one sequence always runs, and preempted ones do not bounce.
 """
 
 import time
@@ -24,20 +31,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.types import SequenceId
-from engine.block_pool import BlockPool, RefKind
+from engine.block_pool import BlockPool
+from engine.block_tables import AllocatorKind, BlockTables
 from engine.plan import Plan, PlannedRow
+from engine.prefill_budget import PrefillBudget
 from engine.sequence import Sequence, Status
+from engine.single_flight import SingleFlight
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits of one engine. ``async_depth`` is the number of steps that may be launched ahead of
-    the one being collected."""
+    the one being collected, ``max_num_partial_prefills`` that of prompts computed in turns."""
 
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 256
     max_model_len: int = 8192
     enable_chunked_prefill: bool = True
+    max_num_partial_prefills: int = 4
+    max_preemptions: int = 3
+    allocator: AllocatorKind = AllocatorKind.PAGED
     async_depth: int = 0
 
     @property
@@ -53,18 +66,6 @@ class SchedulerConfig:
         return max(self.max_num_batched_tokens, self.max_model_len + self.max_running)
 
 
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Since the start. A query is one admission of new work, a hit one that found anything;
-    recomputation after preemption is neither."""
-
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-
-
 class Scheduler:
     """``copy_block`` copies one block inside the pool (copy-on-write)."""
 
@@ -75,23 +76,24 @@ class Scheduler:
         copy_block: Callable[[int, int], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.counters = SchedulerCounters()
+        self.num_preemptions = 0
         self.waiting: list[Sequence] = []
         self.waiting_imports: list[Sequence] = []
         self.importing: dict[SequenceId, Sequence] = {}
         self.running: dict[SequenceId, Sequence] = {}
+        self.tables = BlockTables(pool, config.allocator, config.max_model_len, copy_block)
         self._pool = pool
         self._config = config
-        self._copy_block = copy_block
+        self._flights = SingleFlight(pool.block_size)
         self._clock = clock
         # Running sequences that are not prefill_only: those whose table may still grow.
         self._num_growing = 0
 
-    # ------------------------------------------------------------ arrivals and departures
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.waiting_imports) + self._flights.num_followers
 
-    def fits(self, sequence: Sequence) -> bool:
-        """Whether the whole pool could hold the sequence at its longest."""
-        return self._blocks_for(sequence.compute_limit) <= self._pool.num_total
+    # ------------------------------------------------------------ arrivals and departures
 
     def add(self, sequence: Sequence) -> None:
         sequence.status = Status.WAITING
@@ -105,15 +107,24 @@ class Scheduler:
         sequence.import_holding = None
         self._run(sequence)
 
+    def indexed(self, sequence: Sequence) -> None:
+        """More of its blocks can be shared: whoever waited for them comes back into line."""
+        for follower in self._flights.advance(sequence):
+            self.add(follower)
+
     def remove(self, sequence: Sequence) -> None:
         """The sequence leaves its line or the running; its blocks are the caller's to release."""
         if sequence.status is Status.RUNNING:
             del self.running[sequence.seq_id]
             self._num_growing -= not sequence.spec.prefill_only
+            for follower in self._flights.land(sequence):
+                self.add(follower)
         elif sequence.status is Status.IMPORTING:
             del self.importing[sequence.seq_id]
         elif sequence.status is Status.WAITING:
             self._line(sequence).remove(sequence)
+        elif sequence.status is Status.FOLLOWING:
+            self._flights.unfollow(sequence)
         sequence.status = Status.ENDED
 
     # ------------------------------------------------------------ one step
@@ -122,8 +133,8 @@ class Scheduler:
         """The next step. None: launched steps must be collected first, then ask again."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
-        num_new_blocks = 0
-        block_size = self._pool.block_size
+        growing: list[Sequence] = []
+        is_full = self.tables.is_full
         for sequence in self.running.values():
             num_pending = sequence.num_pending()
             if num_pending > 1:
@@ -132,100 +143,78 @@ class Scheduler:
                 if sequence.has_penalties and sequence.num_tokens > len(sequence.token_ids):
                     return None
                 decodes.append(sequence)
-                num_new_blocks += self._is_full(sequence, block_size)
-        if num_new_blocks > self._pool.num_available:
+                if is_full(sequence):
+                    growing.append(sequence)
+        if len(growing) > self._pool.num_available:
             if any(sequence.num_rows_in_flight for sequence in self.running.values()):
                 return None
-            self._preempt(decodes, prefills, num_new_blocks)
+            self._preempt(growing, decodes, prefills)
+        for sequence in growing:
+            self.tables.grow(sequence)
         plan = Plan()
-        budget = self._config.step_budget
         for sequence in decodes:
-            if self._is_full(sequence, block_size):
-                self._grow(sequence)
-            self._plan_row(plan, sequence, 1)
-        budget -= len(decodes)
-        for sequence in prefills:
-            budget -= self._plan_prefill(plan, sequence, budget)
-        self._admit(plan, budget)
+            _plan_row(plan, sequence, 1)
+        self._plan_prefills(plan, prefills)
         return plan
 
-    def _plan_prefill(self, plan: Plan, sequence: Sequence, budget: int) -> int:
-        """Plans as much of a prompt as the step still takes; returns how much."""
-        num_tokens = min(sequence.num_pending(), budget)
-        if num_tokens > 0:
-            self._plan_row(plan, sequence, num_tokens)
-        return num_tokens
+    def _plan_prefills(self, plan: Plan, prefills: list[Sequence]) -> None:
+        """Admits who can start, and gives the prompts under way their parts of the step."""
+        config = self._config
+        budget = PrefillBudget(
+            config.step_budget - len(plan.rows),
+            config.max_num_partial_prefills,
+            config.enable_chunked_prefill,
+        )
+        prefills.sort(key=lambda prefill: prefill.queue_key)
+        for sequence in prefills:
+            budget.join(sequence.num_pending())
+        prefills += self._admit(plan, budget)
+        for sequence, num_tokens in zip(prefills, budget.split(), strict=True):
+            if num_tokens > 0:
+                _plan_row(plan, sequence, num_tokens)
 
-    def _plan_row(self, plan: Plan, sequence: Sequence, num_tokens: int) -> None:
-        start = sequence.num_computed
-        end = start + num_tokens
-        samples = end == sequence.num_tokens and sequence.spec.params.max_tokens > 0
-        sequence.num_computed = end
-        sequence.num_rows_in_flight += 1
-        if samples:
-            sequence.num_tokens += 1
-        plan.rows.append(PlannedRow(sequence, start, end, samples))
+    # ------------------------------------------------------------ preemption
 
-    # ------------------------------------------------------------ room
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._pool.block_size)
-
-    def _blocks_wanted(self, sequence: Sequence) -> int:
-        """Blocks of all its tokens plus one, but never more than it will use in all its life."""
-        now = self._blocks_for(sequence.num_tokens) + 1
-        return min(now, self._blocks_for(sequence.compute_limit))
-
-    def _has_room(self, num_blocks: int) -> bool:
-        busy = self._num_growing or self.importing
-        watermark = max(1, self._num_growing) if busy else 0
-        return num_blocks + watermark <= self._pool.num_available
-
-    def _num_slots(self) -> int:
-        return self._config.max_running - len(self.running) - len(self.importing)
-
-    @staticmethod
-    def _is_full(sequence: Sequence, block_size: int) -> bool:
-        assert sequence.holding is not None
-        return sequence.num_computed >= len(sequence.holding.block_ids) * block_size
-
-    def _grow(self, sequence: Sequence) -> None:
-        assert sequence.holding is not None
-        blocks = self._pool.allocate(sequence.holding, 1)
-        assert blocks is not None
-
-    def _preempt(
-        self, decodes: list[Sequence], prefills: list[Sequence], num_new_blocks: int
-    ) -> None:
-        """Takes the youngest off the step until the other decodes can grow."""
-        block_size = self._pool.block_size
-        while num_new_blocks > self._pool.num_available:
-            victim = max(self.running.values(), key=lambda running: running.queue_key[1:])
-            if victim in decodes:
-                decodes.remove(victim)
-                num_new_blocks -= self._is_full(victim, block_size)
-            elif victim in prefills:
-                prefills.remove(victim)
+    def _preempt(self, *lists: list[Sequence]) -> None:
+        """Takes victims off the step, out of all ``lists``, until those in the first can grow."""
+        growing = lists[0]
+        while len(growing) > self._pool.num_available:
+            victim = max(self.running.values(), key=self._expendability)
+            for sequences in lists:
+                if victim in sequences:
+                    sequences.remove(victim)
             self._put_back(victim)
 
+    def _expendability(self, sequence: Sequence) -> tuple[bool, int, int]:
+        """The youngest of the least important goes first, but not again and again."""
+        may_be_preempted = sequence.num_preemptions < self._config.max_preemptions
+        return (may_be_preempted, sequence.spec.priority, sequence.order)
+
     def _put_back(self, victim: Sequence) -> None:
-        assert victim.holding is not None
-        self.counters.preemptions += 1
+        self.num_preemptions += 1
         self.remove(victim)
-        self._pool.release(victim.holding)
-        victim.forget_kv()
+        self.tables.give_back(victim)
         victim.num_preemptions += 1
         victim.since_s = self._clock()
         self.add(victim)
 
     # ------------------------------------------------------------ admission
 
-    def _admit(self, plan: Plan, budget: int) -> None:
-        """Admits whoever has waited longest while budget, slots and room last."""
+    def _admit(self, plan: Plan, budget: PrefillBudget) -> list[Sequence]:
+        """Admits whoever has waited longest while budget, slots and room last; returns those that
+        have something to compute."""
+        admitted: list[Sequence] = []
         while self._num_slots() > 0:
             sequence = self._head(budget)
-            if sequence is None or not self._take_blocks(sequence):
-                return
+            if sequence is None:
+                break
+            hits = self.tables.hits(sequence)
+            if not sequence.is_import and self._flights.follow(sequence, len(hits)):
+                self.waiting.pop(0)
+                sequence.status = Status.FOLLOWING
+                continue
+            if not self.tables.take(sequence, hits, self._watermark()):
+                break
             self._line(sequence).pop(0)
             now_s = self._clock()
             sequence.queue_s += now_s - sequence.since_s
@@ -236,96 +225,44 @@ class Scheduler:
                 plan.imports.append(sequence)
             else:
                 self._run(sequence)
-                budget -= self._plan_prefill(plan, sequence, budget)
+                self._flights.lead(sequence)
+                budget.join(sequence.num_pending())
+                admitted.append(sequence)
+        return admitted
 
-    def _head(self, budget: int) -> Sequence | None:
+    def _head(self, budget: PrefillBudget) -> Sequence | None:
         """The first of both lines; one that only lacks budget in this step lets imports pass."""
         heads = self.waiting_imports[:1]
-        if self.waiting:
-            needs = 1 if self._config.enable_chunked_prefill else self.waiting[0].num_tokens
-            if budget >= needs:
-                heads = heads + self.waiting[:1]
+        if self.waiting and budget.admits(self.waiting[0].num_tokens):
+            heads = heads + self.waiting[:1]
         return min(heads, key=lambda head: head.queue_key, default=None)
 
     def _line(self, sequence: Sequence) -> list[Sequence]:
         return self.waiting_imports if sequence.is_import else self.waiting
 
-    def _take_blocks(self, sequence: Sequence) -> bool:
-        """Gives a waiting sequence its whole block table, or nothing."""
-        if sequence.is_import:
-            return self._take_import_blocks(sequence)
-        return self._take_prefill_blocks(sequence)
+    def _num_slots(self) -> int:
+        return self._config.max_running - len(self.running) - len(self.importing)
 
-    def _take_prefill_blocks(self, sequence: Sequence) -> bool:
-        usable = 0 if sequence.wants_prompt_logprobs else sequence.num_tokens
-        hits = self._pool.match(sequence.chain, sequence.token_ids, usable // self._pool.block_size)
-        # The logits of the last token are needed, so a hit must leave it to compute. Where that
-        # ends the hit inside a block, the block is copied and the last token written in the copy.
-        source = hits.pop() if len(hits) * self._pool.block_size == sequence.num_tokens else None
-        num_fresh = self._blocks_wanted(sequence) - len(hits)
-        num_revived = self._pool.num_unreferenced(hits)
-        if source is not None and not self._has_room(
-            num_fresh + num_revived + self._pool.num_unreferenced([source])
-        ):
-            source = None
-        if not self._has_room(num_fresh + num_revived):
-            return False
-        num_hit_tokens = len(hits) * self._pool.block_size
-        sequence.num_indexed = len(hits)
-        sequence.block_parent = self._pool.parent_after(hits)
-        sequence.holding = self._pool.hold(RefKind.SEQUENCE, sequence.seq_id)
-        self._pool.share(sequence.holding, hits)
-        if source is None:
-            self._pool.allocate(sequence.holding, num_fresh)
-        else:
-            num_hit_tokens = sequence.num_tokens - 1
-            self._allocate_with_copy(sequence, num_fresh, source)
-        self._count_hit(sequence, num_hit_tokens)
-        sequence.start_from(num_hit_tokens)
-        return True
-
-    def _allocate_with_copy(self, sequence: Sequence, num_fresh: int, source: int) -> None:
-        assert sequence.holding is not None
-        pin = self._pool.hold(RefKind.SEQUENCE, sequence.seq_id)
-        self._pool.share(pin, [source])
-        blocks = self._pool.allocate(sequence.holding, num_fresh)
-        assert blocks is not None
-        self._copy_block(source, blocks[0])
-        self._pool.release(pin)
-
-    def _take_import_blocks(self, sequence: Sequence) -> bool:
-        """Room for a handed-off sequence: cached blocks are shared, the others of its KV are held
-        as importing until the copy into them has settled. All its tokens but the last have KV."""
-        num_kv_tokens = sequence.num_tokens - 1
-        hits = self._pool.match(
-            sequence.chain, sequence.token_ids, num_kv_tokens // self._pool.block_size
-        )
-        num_covered = self._blocks_for(num_kv_tokens)
-        num_wanted = self._blocks_wanted(sequence)
-        if not self._has_room(num_wanted - len(hits) + self._pool.num_unreferenced(hits)):
-            return False
-        sequence.num_indexed = len(hits)
-        sequence.block_parent = self._pool.parent_after(hits)
-        sequence.holding = self._pool.hold(RefKind.SEQUENCE, sequence.seq_id)
-        sequence.import_holding = self._pool.hold(RefKind.IMPORT, sequence.seq_id)
-        self._pool.share(sequence.holding, hits)
-        self._pool.allocate(sequence.import_holding, num_covered - len(hits))
-        self._pool.allocate(sequence.holding, num_wanted - num_covered)
-        self._count_hit(sequence, len(hits) * self._pool.block_size)
-        sequence.start_from(num_kv_tokens)
-        sequence.num_transferred = sequence.num_prompt - sequence.num_cached
-        return True
-
-    def _count_hit(self, sequence: Sequence, num_hit_tokens: int) -> None:
-        hit_prompt = min(num_hit_tokens, sequence.num_prompt)
-        sequence.num_cached += max(0, hit_prompt - sequence.was_settled)
-        if sequence.chain is not None and sequence.num_preemptions == 0:
-            self.counters.prefix_queries += 1
-            self.counters.prefix_hits += num_hit_tokens > 0
-            self.counters.prefix_query_tokens += sequence.num_tokens
-            self.counters.prefix_hit_tokens += num_hit_tokens
+    def _watermark(self) -> int:
+        """Blocks that an admission has to leave; contiguous tables never grow into them."""
+        if self._config.allocator is AllocatorKind.CONTIGUOUS:
+            return 0
+        busy = self._num_growing or self.importing
+        return max(1, self._num_growing) if busy else 0
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = Status.RUNNING
         self.running[sequence.seq_id] = sequence
         self._num_growing += not sequence.spec.prefill_only
+
+
+def _plan_row(plan: Plan, sequence: Sequence, num_tokens: int) -> None:
+    start = sequence.num_computed
+    end = start + num_tokens
+    samples = end == sequence.num_tokens and sequence.spec.params.max_tokens > 0
+    sequence.num_computed = end
+    sequence.num_rows_in_flight += 1
+    if samples:
+        sequence.num_tokens += 1
+    is_prefill = num_tokens > 1 or start < sequence.num_prompt
+    plan.rows.append(PlannedRow(sequence, start, end, samples, is_prefill))

@@ -27,6 +27,7 @@ from engine.prefix_cache import NO_PARENT, TokenChain
 class Status(Enum):
     NEW = auto()
     WAITING = auto()
+    FOLLOWING = auto()
     IMPORTING = auto()
     RUNNING = auto()
     ENDED = auto()
@@ -41,6 +42,7 @@ class Sequence:
         "compute_limit",
         "counts",
         "decode_since_s",
+        "first_decode",
         "has_penalties",
         "holding",
         "import_holding",
@@ -60,6 +62,7 @@ class Sequence:
         "prefill_s",
         "prompt_logprobs",
         "queue_s",
+        "seq_id",
         "since_s",
         "spec",
         "status",
@@ -80,6 +83,7 @@ class Sequence:
     ) -> None:
         params = spec.params
         self.spec = spec
+        self.seq_id: SequenceId = spec.seq_id
         self.chain = chain
         self.order = order
         self.status = Status.NEW
@@ -88,6 +92,8 @@ class Sequence:
         self.num_prompt, self.num_tokens = len(spec.prompt_ids), spec.num_tokens
         self.token_limit = min(self.num_prompt + params.max_tokens, max_model_len)
         self.compute_limit = max(self.num_prompt, self.token_limit - 1)
+        # From here on every position is computed once, by its decode step.
+        self.first_decode = max(self.num_tokens - 1, self.num_prompt)
         if spec.prefill_only:
             self.compute_limit = min(self.compute_limit, self.num_tokens)
         self.has_penalties = (
@@ -121,10 +127,6 @@ class Sequence:
         self.decode_since_s: float | None = None
 
     @property
-    def seq_id(self) -> SequenceId:
-        return self.spec.seq_id
-
-    @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.num_prompt
 
@@ -140,7 +142,8 @@ class Sequence:
 
     def num_pending(self) -> int:
         """Tokens that a step could compute now."""
-        return min(self.num_tokens, self.compute_limit) - self.num_computed
+        end = self.num_tokens if self.num_tokens < self.compute_limit else self.compute_limit
+        return end - self.num_computed
 
     def accept(self, token_id: TokenId) -> FinishReason | None:
         """Appends a sampled token and tells whether the sequence ends with it."""
@@ -169,8 +172,7 @@ class Sequence:
         """Positions up to ``end`` were computed and collected: count them by kind."""
         start = self.num_settled
         self.num_settled = end
-        # Past prompt and resumed output every position is computed once, by its decode step.
-        first_decode = max(self.spec.num_tokens - 1, self.num_prompt)
+        first_decode = self.first_decode
         if start >= first_decode and start >= self.was_settled:
             self.was_settled = end
             return

@@ -9,7 +9,8 @@ from common.types import BlockCounts
 class EngineStatistics:
     """Gauges of now, then counters since the start. ``num_importing`` counts copies under way or
     quarantined; ``prefix_queries`` are admissions of new work, ``prefix_hits`` those that found
-    cached blocks."""
+    cached blocks, ``prefix_hit_tokens`` the tokens that need not be computed for that;
+    ``ledger_faults`` are checks that found the pool's books wrong (0, or we have a bug)."""
 
     num_running: int
     num_waiting: int
@@ -27,3 +28,4 @@ class EngineStatistics:
     prefix_query_tokens: int
     prefix_hit_tokens: int
     prefix_evictions: int
+    ledger_faults: int

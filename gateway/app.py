@@ -1,4 +1,4 @@
-"""The gateway process: NATS, gRPC and signals around one Gateway.
+"""The gateway process: NATS, gRPC, HTTP and signals around one Gateway.
 
 Shutdown is a list of phases: not ready, no new requests, streams finish within the drain budget,
 the server stops, links and NATS close, spans are sent.
@@ -24,16 +24,20 @@ from common.telemetry import Telemetry
 from common.tls import TlsFiles
 from common.wire import INFERENCE_SERVICE, inference_grpc, worker_grpc
 from common.wire import worker as wire
+from gateway.api_keys import load_api_keys
 from gateway.decode_link import Dial
 from gateway.gateway import Gateway
+from gateway.http.server import make_http_server
 from gateway.metrics import exposition
 from gateway.offers import lease_key
 from gateway.registry import WorkerEntry
 from gateway.servicer import InferenceServicer
+from gateway.serving import Service
 from gateway.tokenizer import IdTokenizer, load_tokenizer
 
 _READY_POLL_S = 0.25
 _OFFER_CALL_S = 2.0
+_HTTP_CLOSE_S = 3.0
 
 
 class InternalChannels:
@@ -94,6 +98,7 @@ async def run(settings: GatewaySettings) -> int:
     loop = asyncio.get_running_loop()
     token = read_token(settings.token_file, "token_file")
     tokenizer = load_tokenizer(settings.model, settings.max_model_len)
+    keys = load_api_keys(settings.api_key_file)
     async with AsyncExitStack() as stack:
         telemetry = Telemetry(
             "baton-gateway",
@@ -118,39 +123,46 @@ async def run(settings: GatewaySettings) -> int:
             token=token,
             health=lambda: gateway.ready,
             metrics=lambda: exposition(gateway),
-            debug={"gateway": lambda: asdict(gateway.statistics())},
+            debug={
+                "gateway": lambda: asdict(gateway.statistics()),
+                "ready": lambda: {"serving": gateway.ready, "workers": gateway.ready_workers()},
+            },
         )
         admin_port = await admin.start()
         stack.push_async_callback(admin.stop)
-        server, health, port = await _serve(settings, gateway, tokenizer, telemetry)
+        gateway.admission.tokens_of_tenant.update(keys.max_queued_tokens())
+        service = Service(gateway.parser, gateway.pipeline, telemetry, keys)
+        web = make_http_server(settings, gateway, service, tokenizer)
+        http_port = await web.start()
+        stack.push_async_callback(web.stop, _HTTP_CLOSE_S)
+        server, health, port = await _serve(settings, gateway, service, tokenizer)
         stack.push_async_callback(server.stop, 0)
         follower = loop.create_task(_follow_readiness(gateway, health))
         stack.callback(follower.cancel)
         host = advertised(settings)
-        grpc, admin_address = rpc.endpoint(host, port), rpc.endpoint(host, admin_port)
-        announce(settings.gateway_id, "gateway", grpc, admin_address)
+        announce(
+            settings.gateway_id,
+            "gateway",
+            grpc=rpc.endpoint(host, port),
+            admin=rpc.endpoint(host, admin_port),
+            http=rpc.endpoint(host, http_port),
+        )
         await _until_signal()
         await _drain(gateway, settings.drain_budget_s)
     return 0
 
 
 async def _serve(
-    settings: GatewaySettings, gateway: Gateway, tokenizer: IdTokenizer, telemetry: Telemetry
+    settings: GatewaySettings, gateway: Gateway, service: Service, tokenizer: IdTokenizer
 ) -> tuple[aio.Server, rpc.Health, int]:
     server = rpc.make_public_server(settings.max_message_bytes)
-    servicer = InferenceServicer(
-        settings.gateway_id,
-        gateway.parser,
-        gateway.pipeline,
-        gateway.registry,
-        tokenizer,
-        telemetry,
-    )
+    servicer = InferenceServicer(settings.gateway_id, service, gateway.registry, tokenizer)
     inference_grpc.add_InferenceServiceServicer_to_server(servicer, server)
     health = rpc.Health(server, [INFERENCE_SERVICE])
     if settings.reflection:
         rpc.enable_reflection(server, [INFERENCE_SERVICE])
-    port = rpc.bind(server, settings.host, settings.grpc_port, setting="grpc_port")
+    tls = settings.public_tls
+    port = rpc.bind(server, settings.host, settings.grpc_port, tls, setting="grpc_port")
     await server.start()
     return server, health, port
 

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.errors import Unavailable
-from common.types import LocalPrefill
 from gateway.attempt import Attempt
 from gateway.decode_link import DecodeLink, Dial
 from gateway.registry import WorkerEntry, WorkerRegistry
+from gateway.router import Router
 from gateway.run import Run, Runs
+
+# A cached block of the prompt is one that need not be copied, and one that is not computed if the
+# worker computes the prompt itself; a free block is only room.
+_HELD_WEIGHT = 2
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +32,7 @@ class DecodePool:
     gateway_id: str
     runs: Runs
     registry: WorkerRegistry
+    router: Router
     worker_timeout_s: float
     dialer: Callable[[WorkerEntry], Dial]
     # Called when a link became usable or was lost.
@@ -83,7 +88,7 @@ class DecodePool:
 
     def candidates(self, run: Run, prefer_local: bool) -> list[DecodeLink]:
         """Links that could take the run, best first: not one that lost its KV before, fewest
-        requests waiting for room, most room. ``prefer_local``: only those that compute prompts
+        requests waiting for room, best `_fit`. ``prefer_local``: only those that compute prompts
         themselves, if there are any."""
         links = []
         for worker_id, link in self.links.items():
@@ -94,12 +99,21 @@ class DecodePool:
         if prefer_local:
             links = [link for link in links if self.is_local(link)] or links
         preferred = [link for link in links if link.worker_id not in run.excluded_decode]
-        return sorted(preferred or links, key=lambda link: (link.num_reserving, -link.headroom))
+        return sorted(
+            preferred or links, key=lambda link: (link.num_reserving, -self._fit(run, link))
+        )
+
+    def _fit(self, run: Run, link: DecodeLink) -> int:
+        """In blocks: room, less the block that each running sequence will soon ask for, plus what
+        is cached of the prompt."""
+        running = self.registry.entries[link.worker_id].report.load.running
+        held = self.router.num_held(run, link.worker_id)
+        return link.headroom - running + _HELD_WEIGHT * held
 
     def is_local(self, link: DecodeLink) -> bool:
         """The worker computes every prompt itself (role `both`)."""
         entry = self.registry.entries.get(link.worker_id)
-        return entry is not None and entry.report.local_prefill == LocalPrefill.ALWAYS
+        return entry is not None and entry.computes_all_prompts
 
     async def reserve(
         self, run: Run, attempt: Attempt, num_blocks: int, prefer_local: bool

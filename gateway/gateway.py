@@ -15,14 +15,18 @@ from common.config import GatewaySettings
 from common.telemetry import Telemetry
 from common.types import Role
 from common.wire import worker as wire
+from gateway.admission import Admission, Bounds
+from gateway.cache_follower import CacheFollower
 from gateway.decode_link import Dial
 from gateway.decode_pool import DecodePool
+from gateway.local_prefill import LocalPrefillRule
 from gateway.offers import OfferClient, OfferKeeper
 from gateway.parser import RequestParser
 from gateway.pipeline import Pipeline
 from gateway.prefill_dispatch import PrefillDispatch
+from gateway.prefix_index import IndexStatistics, PrefixIndex
 from gateway.registry import Expected, WorkerEntry, WorkerRegistry
-from gateway.router import PrefixMemory
+from gateway.router import Router
 from gateway.run import Counters, Runs
 from gateway.tokenizer import IdTokenizer
 
@@ -41,7 +45,13 @@ class GatewayStatistics:
     num_decode_workers: int
     num_decode_links: int
     num_refused_workers: int
+    # Requests in turn for a decode worker's promise of room.
+    num_waiting_for_room: int
     num_admission_refusals: int
+    admission_refusals: dict[str, int]
+    # By reason: where prompts were computed, and why there.
+    prefill_decisions: dict[str, int]
+    prefix_index: IndexStatistics
     counters: Counters
 
 
@@ -68,18 +78,38 @@ class Gateway:
             on_join=self._on_join,
             on_leave=self._on_leave,
             on_orphan=self._on_orphan,
+            on_report=lambda report: self.caches.report(report),
             expected=Expected(entry.fingerprint, entry.vocab_size) if entry else None,
+        )
+        self.prefix_index = PrefixIndex()
+        self.caches = CacheFollower(bus, self.prefix_index)
+        router = Router(
+            settings.routing, self.registry, self.prefix_index, seed=settings.gateway_id
+        )
+        self.local_prefill = LocalPrefillRule(
+            self.registry, router, settings.local_prefill_threshold
         )
         self.decode = DecodePool(
             settings.gateway_id,
             self.runs,
             self.registry,
+            router,
             settings.worker_timeout_s,
             dialer,
             self._on_room,
         )
+        self.admission = Admission(
+            Bounds(
+                settings.max_queued_requests,
+                settings.max_queued_tokens,
+                settings.max_queued_requests_per_tenant,
+                settings.max_queued_tokens_per_tenant,
+            ),
+            width=lambda: sum(link.connected for link in self.decode.links.values()),
+            tokens_per_s=self._prompt_tokens_per_s,
+        )
         self.prefill = PrefillDispatch(
-            bus, settings.gateway_id, self.runs, self.registry, PrefixMemory(self.registry)
+            bus, settings.gateway_id, self.runs, self.registry, router, self.admission.leave
         )
         self.offers = OfferKeeper(offer_client)
         self.parser = RequestParser(settings, self.registry, tokenizer)
@@ -87,8 +117,10 @@ class Gateway:
             settings,
             self.runs,
             self.registry,
+            self.admission,
             self.decode,
             self.prefill,
+            self.local_prefill,
             self.offers,
             tokenizer,
             telemetry,
@@ -98,6 +130,7 @@ class Gateway:
     async def start(self) -> None:
         await self.bus.subscribe(REPORT_SUBJECTS, self._on_report)
         await self.prefill.start()
+        await self.caches.start()
         self.bus.on_reconnect(self._on_connected)
         await self._on_connected()
         self._ticker = asyncio.get_running_loop().create_task(self._tick())
@@ -106,6 +139,7 @@ class Gateway:
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
+        await self.caches.close()
         await self.offers.close()
         await self.decode.close()
 
@@ -117,19 +151,38 @@ class Gateway:
         served = [link for link in links if prefill or self.decode.is_local(link)]
         return bool(served) and self.bus.connected and not self.pipeline.draining
 
+    def ready_workers(self) -> list[str]:
+        """Ids of the workers that it would give work to."""
+        return [e.worker_id for role in Role for e in self.registry.ready(role)]
+
     def statistics(self) -> GatewayStatistics:
         return GatewayStatistics(
             num_running=len(self.runs.by_id),
-            num_waiting=self.pipeline.admission.num_waiting,
-            num_waiting_tokens=self.pipeline.admission.num_tokens,
+            num_waiting=self.admission.num_waiting,
+            num_waiting_tokens=self.admission.num_tokens,
             num_unaccepted_jobs=self.prefill.num_unaccepted,
             num_prefill_workers=len(self.registry.ready(Role.PREFILL)),
             num_decode_workers=len(self.registry.ready(Role.DECODE)),
             num_decode_links=sum(link.connected for link in self.decode.links.values()),
             num_refused_workers=len(self.registry.refused),
-            num_admission_refusals=self.pipeline.admission.num_refused,
+            num_waiting_for_room=self.admission.gate.num_waiting + self.admission.gate.num_inside,
+            num_admission_refusals=self.admission.num_refused,
+            admission_refusals=dict(self.admission.refusals),
+            prefill_decisions=dict(self.local_prefill.counts),
+            prefix_index=self.prefix_index.statistics(),
             counters=self.runs.counters,
         )
+
+    def _prompt_tokens_per_s(self) -> float:
+        """Of all workers that compute prompts, in full steps, cached tokens counted as computed;
+        0: unknown, which it is until a queue of prompts has filled a step."""
+        measured = sum(
+            entry.report.load.full_step_tokens_per_s
+            for entry in self.registry.entries.values()
+            if entry.report.role == Role.PREFILL or entry.computes_all_prompts
+        )
+        computed, cached = self.prefill.num_computed_tokens, self.prefill.num_cached_tokens
+        return measured * (computed + cached) / computed if computed else measured
 
     # ------------------------------------------------------------ registry
 
@@ -147,16 +200,18 @@ class Gateway:
 
     def _on_leave(self, worker_id: str) -> None:
         self.decode.leave(worker_id)
+        self.caches.leave(worker_id)
 
     def _on_orphan(self, request_id: str, attempt: int) -> None:
         self.prefill.orphaned(request_id, attempt)
 
     def _on_room(self) -> None:
-        self.pipeline.admission.wake()
+        self.admission.gate.wake()
 
     async def _on_connected(self) -> None:
         """NATS is there, or there again: its streams may be gone, and so may be any report."""
         self.registry.resume()
+        self.caches.reconnected()
         try:
             await self.bus.ensure_job_queue(self.settings.request_timeout_s)
             await self.bus.publish(DISCOVER_SUBJECT, b"")

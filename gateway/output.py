@@ -30,13 +30,14 @@ class Finish:
 
 
 class Output:
-    """One choice's way out. `push` and `flush` are called by one task, `deltas` by another."""
+    """One choice's way out. `push` and `flush` are called by one task, `deltas` by another.
+    ``num_tokens`` have been given to the client so far."""
 
     def __init__(self, request: Request, detokenizer: Detokenizer, slow_client_s: float) -> None:
         self._request = request
         self._detokenizer = detokenizer
         self._slow_client_s = slow_client_s
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._waiting: deque[Delta] = deque()
         self._waiting_since_s = 0.0
         self._closed = False
@@ -59,11 +60,11 @@ class Output:
         released = self._detokenizer.push(shown)
         text, finish = released.text, None
         used = released.num_tokens if released.stop is not None else len(arrival.token_ids)
-        self._num_tokens += used
+        self.num_tokens += used
         if released.stop is not None:
-            finish = Finish(FinishReason.STOP, self._num_tokens, None, released.stop)
+            finish = Finish(FinishReason.STOP, self.num_tokens, None, released.stop)
         elif arrival.finish_reason is not None:
-            finish = Finish(arrival.finish_reason, self._num_tokens, arrival.matched_token_id)
+            finish = Finish(arrival.finish_reason, self.num_tokens, arrival.matched_token_id)
             text += self._detokenizer.finish()
         self._add(
             Delta(
@@ -72,6 +73,7 @@ class Output:
                 text,
                 arrival.logprobs[:used],
                 arrival.prompt_logprobs,
+                last=finish is not None,
             )
         )
         return finish

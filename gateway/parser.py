@@ -30,11 +30,19 @@ class RequestParser:
         self._registry = registry
         self._tokenizer = tokenizer
 
+    async def prompt_ids(self, message: inference.GenerateRequest) -> list[TokenId]:
+        """The tokens of a message's prompt, as `parse` has them."""
+        facts = self.facts()
+        return list(check_token_ids("prompt", await self._prompt_ids(message, facts), facts))
+
     def facts(self) -> ModelFacts:
         return model_facts(self._tokenizer.entry, self._registry, self._settings.max_model_len)
 
     async def parse(
-        self, message: inference.GenerateRequest, time_remaining_s: float | None
+        self,
+        message: inference.GenerateRequest,
+        time_remaining_s: float | None,
+        tenant: str = "",
     ) -> list[Request]:
         """One Request a choice; choice i has seed + i. Raises InvalidRequest and Unavailable."""
         facts = self.facts()
@@ -67,6 +75,7 @@ class RequestParser:
             skip_special_tokens=(
                 sampling.skip_special_tokens if sampling.HasField("skip_special_tokens") else True
             ),
+            tenant=tenant,
             cache_salt=message.cache_salt,
             priority=message.priority,
             speculate=message.speculation != inference.SPECULATION_OFF,

@@ -1,9 +1,11 @@
 """The life of a request at the gateway.
 
-1. `generate` checks that it can ever be served and enters it in the books (`Run`).
+1. `generate` checks that it can ever be served, has admission let it wait for a worker, and enters
+   it in the books (`Run`).
 2. An attempt begins. In its turn the request asks a decode worker for room.
 3. With room promised its job goes to the prefill pool; the ticket brings the first token, which
-   the client gets at once.
+   the client gets at once. Or the decode worker computes the prompt itself, where that is cheaper
+   (gateway/local_prefill.py); then 4 has no offer.
 4. `Start` hands the ticket's offer to the decode worker, which fetches the blocks and goes on; its
    tokens come in over the link, fenced and de-duplicated by the run.
 5. Every token passes the detokeniser and the stop strings and leaves at most every
@@ -34,12 +36,14 @@ from gateway.admission import Admission
 from gateway.attempt import Attempt, AttemptLost
 from gateway.decode_link import DecodeLink, ReserveRefused
 from gateway.decode_pool import DecodePool
+from gateway.local_prefill import LocalPrefillRule
 from gateway.offers import OfferKeeper
 from gateway.output import Finish, Output
 from gateway.prefill_dispatch import PATIENCE_S, PrefillDispatch
 from gateway.registry import WorkerRegistry
 from gateway.report import completed
 from gateway.request import OutputEvent, Request
+from gateway.request_meter import RequestMeter
 from gateway.run import Arrival, Run, Runs
 from gateway.sequence_state import sequence_state
 from gateway.tokenizer import IdTokenizer
@@ -61,8 +65,10 @@ class Pipeline:
         settings: GatewaySettings,
         runs: Runs,
         registry: WorkerRegistry,
+        admission: Admission,
         decode: DecodePool,
         prefill: PrefillDispatch,
+        local_prefill: LocalPrefillRule,
         offers: OfferKeeper,
         tokenizer: IdTokenizer,
         telemetry: Telemetry,
@@ -70,17 +76,15 @@ class Pipeline:
         self._settings = settings
         self._runs = runs
         self._registry = registry
+        self._admission = admission
         self._decode = decode
         self._prefill = prefill
+        self._local_prefill = local_prefill
         self._offers = offers
         self._tokenizer = tokenizer
         self._telemetry = telemetry
+        self.meter = RequestMeter()
         self.draining = False
-        self.admission = Admission(
-            settings.max_queued_requests,
-            settings.max_queued_tokens,
-            width=lambda: sum(link.connected for link in decode.links.values()),
-        )
 
     # ------------------------------------------------------------ from request to output
 
@@ -100,6 +104,7 @@ class Pipeline:
             min_tokens=request.params.min_tokens,
         )
         output = Output(request, detokenizer, self._settings.slow_client_s)
+        self._admission.enter(run)
         self._runs.add(run)
         driver = loop.create_task(self._drive(run, output, parent))
         try:
@@ -107,19 +112,24 @@ class Pipeline:
                 yield delta
             finish = await driver
             self._runs.counters.completed += 1
-            yield completed(run, finish, loop.time())
+            end = completed(run, finish, loop.time())
+            self.meter.completed(run, end)
+            yield end
         except BatonError:
             self._runs.counters.failed += 1
+            self.meter.ended["error"] += 1
             raise
         finally:
             try:
                 if not driver.done():
                     self._runs.counters.cancelled += 1
+                    self.meter.ended["abort"] += 1
                     driver.cancel()
                     await asyncio.wait((driver,))
                 if not driver.cancelled():
                     driver.exception()  # nobody is there any more to be told
             finally:
+                self._admission.leave(run)
                 self._runs.remove(run)
 
     def _check(self, request: Request) -> None:
@@ -144,7 +154,6 @@ class Pipeline:
                 f"{len(request.prompt_ids)} tokens need {prompt_blocks} KV blocks of {block_size} "
                 f"tokens and the pool has {limit}; send at most {(limit - 1) * block_size} tokens",
             )
-        self.admission.check(len(request.prompt_ids))
 
     async def _drive(self, run: Run, output: Output, parent: Carrier) -> Finish:
         try:
@@ -216,8 +225,8 @@ class Pipeline:
     async def _attempt(self, run: Run, attempt: Attempt, output: Output, span: Span) -> Finish:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        local = await self._find_room(run, attempt)
-        if local:
+        if await self._find_room(run, attempt, span):
+            self._admission.leave(run)
             run.accounting.queue_ms += (loop.time() - began_s) * 1000
             return await self._run_decode(run, attempt, None, output, span)
         result = await self._prefill.prefill(run, attempt)
@@ -233,7 +242,7 @@ class Pipeline:
             return finish
         return await self._run_decode(run, attempt, result.offer, output, span)
 
-    async def _find_room(self, run: Run, attempt: Attempt) -> bool:
+    async def _find_room(self, run: Run, attempt: Attempt, span: Span) -> bool:
         """A promise of room on a decode worker, in the request's turn; True when that worker
         computes the prompt itself. A request of one token needs none."""
         prefill_up = bool(self._registry.ready(Role.PREFILL))
@@ -245,10 +254,13 @@ class Pipeline:
             # have those wait for it who are before us there.
             link = await self._reserve(run, attempt, num_blocks, prefer_local=not prefill_up)
         else:
-            async with self.admission.turn(run):
+            async with self._admission.turn(run):
                 prefill_up = bool(self._registry.ready(Role.PREFILL))
                 link = await self._reserve(run, attempt, num_blocks, prefer_local=not prefill_up)
-        return self._decode.is_local(link)
+        reason = self._local_prefill.decide(run, link.worker_id)
+        span.set("baton.prefill", "local" if reason.is_local else "remote")
+        span.set("baton.prefill_reason", reason.value)
+        return reason.is_local
 
     async def _reserve(
         self, run: Run, attempt: Attempt, num_blocks: int, prefer_local: bool
@@ -303,9 +315,13 @@ class Pipeline:
         arrival = run.take_arrival()
         if arrival is None:
             return None
+        now_s = asyncio.get_running_loop().time()
         if run.first_token_s is None and arrival.token_ids:
-            run.first_token_s = asyncio.get_running_loop().time()
-        return output.push(arrival)
+            run.first_token_s = now_s
+        num_before = output.num_tokens
+        finish = output.push(arrival)
+        self.meter.emitted(run, output.num_tokens - num_before, now_s)
+        return finish
 
 
 def _first_tokens(run: Run, result: wire.PrefillResult) -> Arrival:

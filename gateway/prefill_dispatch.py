@@ -1,9 +1,9 @@
 """Jobs for the prefill pool: published, asked for, owned, answered.
 
-1. `prefill` waits for one of the slots: published but unaccepted jobs never outnumber the live
-   prefill workers, so the backlog stays in the gateway's own queue.
-2. The job goes to a chosen worker (the one that computed this prefix before) or to the shared
-   queue. Publishing is no ownership.
+1. `prefill` waits at a gate: published but unaccepted jobs never outnumber the live prefill
+   workers, so the backlog stays with the gateway, in its own order.
+2. The job goes to a chosen worker (gateway/router.py), or to the next best where that one is busy
+   or silent, or to the shared queue. Publishing is no ownership.
 3. A worker asks for the attempt (`accept`); the first asker gets it, once. From then on the worker
    owns it: its death, or two reports without it, ends the attempt.
 4. The worker answers with a ticket: the first token and the offer of the prompt's blocks. A ticket
@@ -14,9 +14,8 @@
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
@@ -33,8 +32,9 @@ from common.failpoints import hit_async
 from common.types import Role
 from common.wire import worker as wire
 from gateway.attempt import Attempt, AttemptLost, Owner
+from gateway.fair_gate import FairGate
 from gateway.registry import WorkerRegistry
-from gateway.router import PrefixMemory
+from gateway.router import Router
 from gateway.run import Run, Runs
 from gateway.sequence_state import sequence_state
 
@@ -45,47 +45,6 @@ UNASKED_S = 2.0
 _POLL_S = 0.25
 # How long a request waits for NATS, or for a prefill worker to come back, once it has started.
 PATIENCE_S = 10.0
-
-
-@dataclass(slots=True)
-class _Slots:
-    """Lets as many in as there are live prefill workers; first come, first served."""
-
-    registry: WorkerRegistry
-    num_used: int = 0
-    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
-
-    async def acquire(self, go_on: Callable[[], None]) -> None:
-        """``go_on`` is called now and then, and ends the wait by what it raises."""
-        if not self.waiting and self.num_used < self._limit():
-            self.num_used += 1
-            return
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.waiting.append(waiter)
-        try:
-            while not waiter.done():
-                await asyncio.wait((waiter,), timeout=_POLL_S)
-                go_on()
-        except BaseException:
-            if waiter.done():
-                self.release()
-            else:
-                self.waiting.remove(waiter)
-            raise
-
-    def release(self) -> None:
-        self.num_used -= 1
-        self.wake()
-
-    def wake(self) -> None:
-        while self.waiting and self.num_used < self._limit():
-            waiter = self.waiting.popleft()
-            if not waiter.done():
-                self.num_used += 1
-                waiter.set_result(None)
-
-    def _limit(self) -> int:
-        return max(1, len(self.registry.ready(Role.PREFILL)))
 
 
 @dataclass(slots=True)
@@ -107,7 +66,8 @@ class _Patience:
 
 
 class PrefillDispatch:
-    """The gateway's side of the prefill protocol. `accept` and `ticket` are free of I/O."""
+    """The gateway's side of the prefill protocol. `accept` and `ticket` are free of I/O.
+    ``on_accepted`` is told of each run that a worker has taken."""
 
     def __init__(
         self,
@@ -115,15 +75,20 @@ class PrefillDispatch:
         gateway_id: str,
         runs: Runs,
         registry: WorkerRegistry,
-        prefixes: PrefixMemory,
+        router: Router,
+        on_accepted: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self._bus = bus
         self._gateway_id = gateway_id
         self._runs = runs
         self._registry = registry
-        self._prefixes = prefixes
-        self._slots = _Slots(registry)
+        self._router = router
+        self._on_accepted = on_accepted
+        self._gate = FairGate(width=lambda: len(registry.ready(Role.PREFILL)))
         self.num_malformed = 0
+        # Of all prompts whose tickets were taken.
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
 
     async def start(self) -> None:
         await self._bus.subscribe(bus_names.accept_subject(self._gateway_id), self._on_accept)
@@ -131,11 +96,11 @@ class PrefillDispatch:
 
     def wake(self) -> None:
         """A prefill worker came."""
-        self._slots.wake()
+        self._gate.wake()
 
     @property
     def num_unaccepted(self) -> int:
-        return self._slots.num_used
+        return self._gate.num_inside
 
     # ------------------------------------------------------------ one job
 
@@ -149,12 +114,13 @@ class PrefillDispatch:
             if attempt.lost is not None:
                 raise attempt.lost
 
-        await self._slots.acquire(go_on)
+        await self._gate.acquire(run, go_on)
         try:
             await self._publish(run, attempt)
             await self._until_accepted(run, attempt, patience)
         finally:
-            self._slots.release()
+            self._gate.release()
+        self._on_accepted(run)
         while attempt.ticket is None:
             await run.wait_change()
         return self._result(attempt.ticket)
@@ -167,9 +133,9 @@ class PrefillDispatch:
         ).SerializeToString()
         attempt.published_s = loop.time()
         self._runs.counters.jobs_published += 1
-        worker_id = self._prefixes.holder(run.request)
-        if worker_id is not None and await self._offered_to(worker_id, job, attempt):
-            return
+        for worker_id in self._router.targets(run):
+            if await self._offered_to(worker_id, job, attempt):
+                return
         try:
             await self._bus.publish_job(
                 job, f"{run.request_id}:{attempt.number}", attempt.trace_context
@@ -254,7 +220,8 @@ class PrefillDispatch:
         owner = Owner(request.worker_id, request.epoch)
         if attempt.owner is None:
             attempt.owner = owner
-            self._registry.granted(run.request_id, attempt.number, owner.worker_id)
+            num_tokens = self._router.num_uncached(run, owner.worker_id)
+            self._registry.granted(run.request_id, attempt.number, owner.worker_id, num_tokens)
             attempt.changed.set()
         elif attempt.owner != owner:
             return wire.AcceptReply(reason="owned")
@@ -273,7 +240,8 @@ class PrefillDispatch:
         if attempt.ticket is None:
             attempt.ticket = ticket
             self._registry.settled(run.request_id, attempt.number)
-            self._prefixes.remember(run.request, ticket.worker_id)
+            self.num_computed_tokens += ticket.result.computed_tokens
+            self.num_cached_tokens += ticket.result.cached_tokens
             attempt.changed.set()
         return True
 

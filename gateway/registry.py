@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from common.config import PROTOCOL_VERSION
 from common.errors import LayoutMismatch
-from common.types import Role
+from common.types import LocalPrefill, Role
 from common.wire import worker as wire
 
 # A live event loop over an engine that has not finished a step for this long is a dead worker.
@@ -37,6 +37,11 @@ class WorkerEntry:
     def ready(self) -> bool:
         return self.report.state == "ready"
 
+    @property
+    def computes_all_prompts(self) -> bool:
+        """Role `both`: a decode worker that needs no prefill worker."""
+        return self.report.local_prefill == LocalPrefill.ALWAYS
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -51,19 +56,23 @@ class Expected:
 class _Granted:
     worker_id: str
     since_s: float
+    # To be computed there.
+    num_tokens: int
     num_missed: int = 0
 
 
 @dataclass(slots=True)
 class WorkerRegistry:
-    """``on_join`` is called for every new worker, ``on_leave`` with its id when it is gone, and
-    ``on_orphan`` with (request id, attempt) of granted work that its owner no longer knows."""
+    """``on_join`` is called for every new worker, ``on_report`` for each report of one that is in
+    the entries, ``on_leave`` with the id of one that is gone, and ``on_orphan`` with (request id,
+    attempt) of granted work that its owner no longer knows."""
 
     worker_timeout_s: float
     clock: Callable[[], float]
     on_join: Callable[[WorkerEntry], None]
     on_leave: Callable[[str], None]
     on_orphan: Callable[[str, int], None]
+    on_report: Callable[[wire.WorkerReport], None] = lambda report: None
     expected: Expected | None = None
     entries: dict[str, WorkerEntry] = field(default_factory=dict)
     refused: dict[str, tuple[str, LayoutMismatch, float]] = field(default_factory=dict)
@@ -93,6 +102,7 @@ class WorkerRegistry:
         self.entries[report.worker_id] = entry
         if known is None:
             self.on_join(entry)
+        self.on_report(report)
         self._check_owned(report)
 
     def _mismatch(self, report: wire.WorkerReport) -> LayoutMismatch | None:
@@ -124,8 +134,8 @@ class WorkerRegistry:
 
     # ------------------------------------------------------------ life and death
 
-    def granted(self, request_id: str, attempt: int, worker_id: str) -> None:
-        self._granted[request_id, attempt] = _Granted(worker_id, self.clock())
+    def granted(self, request_id: str, attempt: int, worker_id: str, num_tokens: int) -> None:
+        self._granted[request_id, attempt] = _Granted(worker_id, self.clock(), num_tokens)
 
     def settled(self, request_id: str, attempt: int) -> None:
         """The attempt needs its owner no more: ticket taken, or given up."""
@@ -184,6 +194,11 @@ class WorkerRegistry:
                 del self.refused[worker_id]
 
     # ------------------------------------------------------------ questions
+
+    def queued_tokens(self, entry: WorkerEntry) -> int:
+        """What a prefill worker still has to compute, by its report or by our own grants."""
+        granted = (g.num_tokens for g in self._granted.values() if g.worker_id == entry.worker_id)
+        return max(entry.report.load.queued_tokens, sum(granted))
 
     def ready(self, role: Role) -> list[WorkerEntry]:
         return [e for e in self.entries.values() if e.report.role == role and e.ready]

@@ -32,13 +32,15 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Delta:
     """Tokens and text that came since the last delta of this choice. ``index`` is the output index
-    of the first id; ``logprobs`` has one entry a token when asked for."""
+    of the first id; ``logprobs`` has one entry a token when asked for. Behind the ``last`` one
+    only the end comes, at once."""
 
     index: int
     token_ids: tuple[TokenId, ...]
     text: str
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    last: bool = False
 
     def __add__(self, later: "Delta") -> "Delta":
         """One delta in place of two that follow each other."""
@@ -48,6 +50,7 @@ class Delta:
             self.text + later.text,
             self.logprobs + later.logprobs,
             self.prompt_logprobs or later.prompt_logprobs,
+            later.last,
         )
 
 

@@ -1,51 +1,80 @@
-"""Which prefill worker already holds a request's prefix, as far as this gateway has seen."""
+"""Which worker a request goes to: what there is to compute there, and what is queued there already.
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
+For prefill the cost of a worker, in tokens, is the part of the prompt that it has not cached plus
+what it still has to compute for others. The load is the larger of what the worker reports and of
+what this gateway was granted there and has had no ticket for: the report is up to a second old, and
+knows other gateways' work. Both belong to the worker's epoch, and are zero when it is idle.
+"""
 
-from common.block_keys import BlockKey, chain_keys, root_key
+import random
+from collections.abc import Sequence
+from typing import Literal
+
+from common.block_keys import chain_keys, key_prefix, root_key
 from common.types import Role
-from gateway.registry import WorkerRegistry
-from gateway.request import Request
+from gateway.prefix_index import PrefixIndex
+from gateway.registry import WorkerEntry, WorkerRegistry
+from gateway.run import Run
+
+# A worker that has not reported for so long is not chosen by name: it may hang.
+_QUIET_S = 1.5
+# So many are asked by name, then the job goes to the shared queue.
+_MAX_TARGETS = 2
 
 
-@dataclass(slots=True)
-class PrefixMemory:
-    """Remembers, per block key, the prefill worker that last computed it; the oldest goes first.
+class Router:
+    """``mode``: auto, or load (as if nothing were cached anywhere), or random. ``seed`` decides
+    ties."""
 
-    A hint only: a wrong one costs a cache miss, never a wrong token, since workers look keys up
-    in their own caches.
-    """
+    def __init__(
+        self,
+        mode: Literal["auto", "load", "random"],
+        registry: WorkerRegistry,
+        index: PrefixIndex,
+        seed: str,
+    ) -> None:
+        self._mode = mode
+        self._registry = registry
+        self._index = index
+        self._rng = random.Random(seed)
 
-    registry: WorkerRegistry
-    max_entries: int = 1 << 16
-    _holders: OrderedDict[BlockKey, str] = field(default_factory=OrderedDict)
-
-    def holder(self, request: Request) -> str | None:
-        """The live worker that holds the longest known prefix of the prompt, if any."""
-        if not self._holders:
-            return None
-        ready = {entry.worker_id for entry in self.registry.ready(Role.PREFILL)}
-        best = None
-        for key in self._keys(request):
-            worker_id = self._holders.get(key)
-            if worker_id is None:
-                break
-            if worker_id in ready:
-                best = worker_id
-        return best
-
-    def remember(self, request: Request, worker_id: str) -> None:
-        """``worker_id`` has just computed this prompt."""
-        for key in self._keys(request):
-            self._holders[key] = worker_id
-            self._holders.move_to_end(key)
-        while len(self._holders) > self.max_entries:
-            self._holders.popitem(last=False)
-
-    def _keys(self, request: Request) -> list[BlockKey]:
-        block_size = self.registry.block_size
-        if not block_size:
+    def targets(self, run: Run) -> list[str]:
+        """Prefill workers to ask for, best first. None where any is as good as another: the
+        shared queue gives the job to the first that is free."""
+        quiet_s = self._registry.clock() - _QUIET_S
+        ready = [e for e in self._registry.ready(Role.PREFILL) if e.heard_s >= quiet_s]
+        if len(ready) < 2:
             return []
-        root = root_key(self.registry.fingerprint, request.tenant, request.cache_salt)
-        return chain_keys(root, request.prompt_ids, block_size)
+        self._rng.shuffle(ready)
+        if self._mode == "random":
+            return [ready[0].worker_id]
+        costs = {entry.worker_id: self.cost(run, entry) for entry in ready}
+        if len(set(costs.values())) == 1:
+            return []
+        return sorted(costs, key=costs.__getitem__)[:_MAX_TARGETS]
+
+    def cost(self, run: Run, entry: WorkerEntry) -> int:
+        """Tokens that a prefill worker has to compute until it has done this one too."""
+        return self.num_uncached(run, entry.worker_id) + self._registry.queued_tokens(entry)
+
+    def num_uncached(self, run: Run, worker_id: str) -> int:
+        """Tokens of the run that the worker would have to compute: at least one, whose logits are
+        needed."""
+        return max(1, run.num_tokens - self.num_held(run, worker_id) * self._registry.block_size)
+
+    def num_held(self, run: Run, worker_id: str) -> int:
+        """Leading blocks of the prompt that the worker has cached and can use."""
+        if self._mode != "auto":
+            return 0
+        return self._index.num_held(worker_id, self._keys(run))
+
+    def _keys(self, run: Run) -> Sequence[int]:
+        request, registry = run.request, self._registry
+        # Log-probabilities of the prompt come from computing it; nothing cached helps.
+        if request.params.prompt_logprobs is not None or not registry.block_size:
+            return ()
+        if run.key_prefixes is None:
+            root = root_key(registry.fingerprint, request.tenant, request.cache_salt)
+            keys = chain_keys(root, request.prompt_ids, registry.block_size)
+            run.key_prefixes = tuple(map(key_prefix, keys))
+        return run.key_prefixes

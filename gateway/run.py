@@ -81,6 +81,8 @@ class Run:
         self.started_s = now_s
         self.deadline_s = now_s + request.timeout_s
         self.first_token_s: float | None = None
+        # When the client was last sent any.
+        self.last_token_s: float | None = None
         self.output_ids: list[TokenId] = []
         # New tokens that the request's task has not taken yet.
         self._arrived: Arrival | None = None
@@ -90,6 +92,8 @@ class Run:
         self.stalled_since_s: float | None = None
         self.excluded_decode: set[str] = set()
         self.attempt: Attempt | None = None
+        # Of the prompt's full blocks, once the router has computed them.
+        self.key_prefixes: tuple[int, ...] | None = None
         self._num_attempts = 0
         self._changed = asyncio.Event()
         self._counters = counters

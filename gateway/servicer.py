@@ -1,13 +1,11 @@
 """InferenceService: what gRPC clients speak."""
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 from grpc import aio
-from opentelemetry.trace import SpanKind
 
-from common.telemetry import Span, Telemetry, carrier_from
+from common.telemetry import Span, carrier_from
 from common.wire import (
     finish_reason_to_proto,
     inference,
@@ -16,64 +14,58 @@ from common.wire import (
     phases_to_proto,
     usage_to_proto,
 )
-from gateway.choices import merge
-from gateway.parser import RequestParser
-from gateway.pipeline import Pipeline
 from gateway.registry import WorkerRegistry
-from gateway.request import Completed, Delta, OutputEvent, Request
-from gateway.request_log import recorded
+from gateway.request import Delta, OutputEvent, Request
+from gateway.serving import Service
+from gateway.spans import CHAT, TEXT_COMPLETION
 from gateway.tokenizer import IdTokenizer
 
 Context = aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(inference_grpc.InferenceServiceServicer):
-    """Raises BatonErrors; the server's boundary turns them into statuses."""
+    """Raises BatonErrors; the server's boundary turns them into statuses. Where API keys are
+    required every call has one in its metadata, as ``authorization: Bearer KEY``."""
 
     def __init__(
         self,
         gateway_id: str,
-        parser: RequestParser,
-        pipeline: Pipeline,
+        service: Service,
         registry: WorkerRegistry,
         tokenizer: IdTokenizer,
-        telemetry: Telemetry,
     ) -> None:
         self._gateway_id = gateway_id
-        self._parser = parser
-        self._pipeline = pipeline
+        self._service = service
         self._registry = registry
         self._tokenizer = tokenizer
-        self._telemetry = telemetry
+
+    def _tenant(self, context: Context) -> str:
+        """Raises Unauthenticated."""
+        given = ""
+        for key, value in context.invocation_metadata() or ():
+            if key == "authorization" and isinstance(value, str):
+                given = value
+        return self._service.keys.tenant(given)
 
     async def Generate(
         self, request: inference.GenerateRequest, context: Context
     ) -> AsyncIterator[inference.GenerateResponse]:
-        parent = carrier_from(context.invocation_metadata())
-        with (
-            self._telemetry.span("generate", parent, kind=SpanKind.SERVER) as span,
-            recorded(span.trace_id) as record,
-        ):
-            requests = await self._parser.parse(request, context.time_remaining())
-            first = requests[0]
-            record.request_id = first.request_id
-            record.num_prompt_tokens = len(first.prompt_ids)
-            span.set("baton.request_id", first.request_id)
-            span.set("gen_ai.usage.input_tokens", len(first.prompt_ids))
-            await context.send_initial_metadata(
-                (("baton-request-id", first.request_id), ("baton-trace-id", span.trace_id))
-            )
-            streams = [self._pipeline.generate(choice, span.carrier) for choice in requests]
-            async with aclosing(merge(streams)) as events:
-                async for index, event in events:
-                    if isinstance(event, Completed):
-                        record.ends.append(event)
-                    yield _response(requests[index], event, span)
+        async with self._service.serve(
+            [request],
+            self._tenant(context),
+            carrier_from(context.invocation_metadata()),
+            CHAT if request.WhichOneof("input") == "chat" else TEXT_COMPLETION,
+            time_remaining_s=context.time_remaining(),
+        ) as exchange:
+            await context.send_initial_metadata(tuple(exchange.headers.items()))
+            async for index, event in exchange.events:
+                yield _response(exchange.requests[index], event, exchange.span)
 
     async def GetModelInfo(
         self, request: inference.GetModelInfoRequest, context: Context
     ) -> inference.GetModelInfoResponse:
-        facts = self._parser.facts()
+        self._tenant(context)
+        facts = self._service.parser.facts()
         entry = next(iter(self._registry.entries.values()), None)
         return inference.GetModelInfoResponse(
             model=facts.name,
@@ -90,6 +82,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
     async def ListWorkers(
         self, request: inference.ListWorkersRequest, context: Context
     ) -> inference.ListWorkersResponse:
+        self._tenant(context)
         now = self._registry.clock()
         response = inference.ListWorkersResponse(gateway_id=self._gateway_id)
         for entry in sorted(self._registry.entries.values(), key=lambda e: e.worker_id):

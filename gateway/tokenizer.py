@@ -44,6 +44,14 @@ class IdTokenizer:
     ) -> list[TokenId]:
         raise InvalidRequest("chat", "this model has no chat template and no text; send token_ids")
 
+    def decode(self, token_ids: Sequence[TokenId], *, skip_special_tokens: bool = False) -> str:
+        raise InvalidRequest("tokens", "this model has no tokenizer")
+
+    def token_text(self, token_id: TokenId) -> str:
+        """One token by itself, as logprobs name it; never the same for two where there is no text
+        to show."""
+        return f"token_id:{token_id}"
+
     def detokenizer(
         self,
         *,
@@ -108,6 +116,12 @@ class Tokenizer(IdTokenizer):
         if chat.pieces is None:
             return await self.encode(chat.text, add_special_tokens=False)
         return await self._encode_pieces(chat.pieces)
+
+    def decode(self, token_ids: Sequence[TokenId], *, skip_special_tokens: bool = False) -> str:
+        return self._parsing.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: TokenId) -> str:
+        return self.decode([token_id])
 
     def detokenizer(
         self,

@@ -15,7 +15,7 @@ them. It therefore ends only after the copy has really returned, also when it is
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,14 +48,16 @@ _RELEASE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ImportStatistics:
-    """Blocks and bytes are settled ones, by transport; failures by name of the error; ``links``
-    maps each exporter spoken to lately to its transport and why that one."""
+    """Blocks, bytes and ``seconds`` (of their copies) are of settled fetches, by transport;
+    failures by transport ("none" before there was one) and name of the error; ``links`` maps each
+    exporter spoken to lately to its transport and why that one."""
 
     fetching: int
     num_fetches: int
     num_blocks: Mapping[str, int]
     num_bytes: Mapping[str, int]
-    num_failures: Mapping[str, int]
+    seconds: Mapping[str, float]
+    num_failures: Mapping[tuple[str, str], int]
     links: Mapping[WorkerId, Choice]
 
 
@@ -84,7 +86,8 @@ class Imports:
         self._num_fetches = 0
         self._num_blocks: Counter[str] = Counter()
         self._num_bytes: Counter[str] = Counter()
-        self._num_failures: Counter[str] = Counter()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._num_failures: Counter[tuple[str, str]] = Counter()
 
     async def start(self) -> None:
         await self._links.start()
@@ -104,6 +107,7 @@ class Imports:
             num_fetches=self._num_fetches,
             num_blocks=dict(self._num_blocks),
             num_bytes=dict(self._num_bytes),
+            seconds=dict(self._seconds),
             num_failures=dict(self._num_failures),
             links={link.peer.worker_id: link.choice for link in self._links.open_links()},
         )
@@ -142,7 +146,7 @@ class Imports:
         try:
             result = await self._fetch(offer, moves, cancel)
         except TransferError as error:
-            self._num_failures[type(error).__name__] += 1
+            self._num_failures[self._transport_to(offer), type(error).__name__] += 1
             if not isinstance(error, LeaseRefused):
                 await self.release(offer)
             if isinstance(error, PeerLost):
@@ -152,7 +156,15 @@ class Imports:
         if result.num_blocks:  # else no transport was used
             self._num_blocks[result.transport] += result.num_blocks
             self._num_bytes[result.transport] += result.num_bytes
+            self._seconds[result.transport] += result.duration_s
         return result
+
+    def _transport_to(self, offer: Offer) -> str:
+        worker = (offer.worker_id, offer.epoch)
+        for link in self._links.open_links():
+            if (link.peer.worker_id, link.peer.epoch) == worker:
+                return link.choice.transport
+        return "none"
 
     async def _fetch(
         self, offer: Offer, moves: Sequence[BlockMove], cancel: CancelFlag

@@ -65,7 +65,7 @@ class Jobs:
         self._snapshot = snapshot
         self._telemetry = telemetry
         self._changed = changed
-        self._steps = StepSpans(telemetry)
+        self._steps = StepSpans(telemetry, facts.costs)
         self._tasks = Tasks()
         self._jobs: dict[tuple[RequestId, int], Job] = {}
         self._by_seq: dict[SequenceId, Job] = {}
@@ -93,6 +93,10 @@ class Jobs:
     def has_free_slot(self) -> bool:
         blocks = self._snapshot.current.blocks
         return self.accepting and self._slots.is_free(blocks.free + blocks.cached)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        return self._slots.num_queued_tokens
 
     def knows(self, key: tuple[RequestId, int]) -> bool:
         return key in self._jobs

@@ -34,6 +34,11 @@ class Slots:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Of all jobs held here, tokens not yet computed."""
+        return sum(max(0, job.num_tokens - job.num_computed) for job in self._held.values())
+
     def take(self, key: Hashable, num_tokens: int, num_blocks: int) -> None:
         self._held[key] = _Held(num_tokens, num_blocks)
 

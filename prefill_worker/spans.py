@@ -2,7 +2,8 @@
 
 ``prefill`` from arrival to the ticket's answer; within that time ``prefill.queue`` until the first
 chunk began, one ``prefill.chunk`` a step (linked to that step), ``kv.offer`` and
-``prefill.ticket``. All are children of the attempt's span, which came with the job; see
+``prefill.ticket``. A chunk carries what its share of the step cost, ``prefill`` the sum of its
+chunks (engine/flops.py). All are children of the attempt's span, which came with the job; see
 decode_worker/spans.py for why.
 """
 
@@ -10,8 +11,9 @@ from contextlib import AbstractContextManager
 
 from common.telemetry import Span, Telemetry
 from common.types import ChunkRecord, StepRecord
+from engine.flops import Cost
 from prefill_worker.job import Job
-from worker.spans import StepSpans
+from worker.spans import StepSpans, cost_attributes
 
 
 class JobSpans:
@@ -20,6 +22,7 @@ class JobSpans:
         self._steps = steps
         self._job = job
         self._queued = True
+        self._cost = Cost()
         self._span = telemetry.start_span(
             "prefill",
             parent=job.carrier,
@@ -39,14 +42,7 @@ class JobSpans:
             self._telemetry.record_span(
                 "prefill.queue", self._job.arrived_s, record.start_s, parent=self._job.carrier
             )
-        self._telemetry.record_span(
-            "prefill.chunk",
-            record.start_s,
-            record.end_s,
-            parent=self._job.carrier,
-            attributes={"baton.start": chunk.start, "baton.num_tokens": chunk.num_tokens},
-            links=(self._steps.link(record),),
-        )
+        self._cost += self._steps.record_chunk(record, chunk, self._job.carrier)
 
     def sampled(self, num_cached_tokens: int) -> None:
         self._span.event("sample")
@@ -63,4 +59,6 @@ class JobSpans:
         return self._telemetry.span("prefill.ticket", parent=self._job.carrier)
 
     def end(self, error: str | None) -> None:
+        for name, value in cost_attributes(self._cost).items():
+            self._span.set(name, value)
         self._span.end(error)

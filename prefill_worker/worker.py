@@ -28,10 +28,14 @@ from kv_transfer.exports import Exports
 from prefill_worker.intake import Intake
 from prefill_worker.job import JobEnd
 from prefill_worker.jobs import Jobs
+from prefill_worker.metrics import exposition
 from prefill_worker.slots import Slots
 from prefill_worker.statistics import PrefillStatistics
 from worker.drain import Phase
-from worker.introspection import Json, exposition, to_json
+from worker.introspection import Json, to_json
+from worker.kv_events import KvEventPublisher
+from worker.metrics import StepMeter
+from worker.rates import PrefillRates
 from worker.registration import Registration
 from worker.report import WorkerFacts, WorkerState, make_load, make_report
 from worker.runtime import MakeRuntime
@@ -52,8 +56,11 @@ class PrefillWorker:
     ) -> None:
         self._facts = facts
         self._exports = exports
+        self._meter = StepMeter(facts.costs)
         self._runtime = make_runtime(self._on_events)
-        self._snapshot = EngineSnapshot(self._runtime, self._update_slot)
+        self._snapshot = EngineSnapshot(self._runtime, self._refreshed)
+        self._kv_events = KvEventPublisher(bus, facts.identity, self._runtime)
+        self._prefill_rates = PrefillRates(settings.max_num_batched_tokens)
         self._jobs = Jobs(
             facts,
             Slots(settings.max_num_seqs, settings.max_num_batched_tokens),
@@ -84,6 +91,7 @@ class PrefillWorker:
             group.create_task(self._snapshot.run(), name="snapshot")
             group.create_task(self._intake.run(), name="intake")
             group.create_task(self._registration.run(), name="registration")
+            group.create_task(self._kv_events.run(), name="kv events")
 
     async def stop_intake(self) -> None:
         self._state = WorkerState.DRAINING
@@ -132,7 +140,11 @@ class PrefillWorker:
             self._runtime.step_age_s(),
             owned=(job.key for job in self._jobs),
             bytes_moved=self._exports.statistics().num_bytes,
+            kv_events=self._kv_events.number,
             free_slots=int(self._jobs.has_free_slot),
+            queued_tokens=self._jobs.num_queued_tokens,
+            prefill_tokens_per_s=self._prefill_rates.per_s,
+            full_step_tokens_per_s=self._prefill_rates.full_per_s,
         )
         return make_report(self._facts, self._state, load)
 
@@ -148,7 +160,7 @@ class PrefillWorker:
         )
 
     def metrics(self) -> str:
-        return exposition(self._facts.identity.role, self._snapshot.current, self.statistics())
+        return exposition(self._facts, self.statistics(), self._meter)
 
     def debug_statistics(self) -> Json:
         return to_json(self.statistics())
@@ -178,6 +190,10 @@ class PrefillWorker:
         self._update_slot()
         self._registration.changed()
 
+    def _refreshed(self) -> None:
+        self._update_slot()
+        self._kv_events.changed()
+
     def _update_slot(self) -> None:
         # Told each time: the intake looks for itself too, and may have seen what lay in between.
         self._intake.slot_changed()
@@ -186,4 +202,7 @@ class PrefillWorker:
             self._registration.changed()
 
     def _on_events(self, events: Sequence[EngineEvent], record: StepRecord | None) -> None:
+        if record is not None:
+            self._meter.add(record)
+            self._prefill_rates.add(record)
         self._jobs.on_events(events, record)

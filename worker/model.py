@@ -9,6 +9,7 @@ import psutil
 from common.config import WorkerSettings
 from common.errors import ConfigError
 from common.types import KVLayout, ModelDescription
+from engine.flops import ModelCosts, costs_without_weights, model_costs
 from engine.models.config import ModelEntry, read_entry
 from engine.null_runner import VOCAB_SIZE as NULL_VOCAB_SIZE
 from engine.null_runner import null_layout
@@ -29,6 +30,13 @@ class ModelFacts:
     description: ModelDescription
     layout: KVLayout
     entry: ModelEntry | None = None
+
+    @property
+    def costs(self) -> ModelCosts:
+        """Weights lie in memory in the type of the activations, which is the KV's."""
+        if self.entry is None:
+            return costs_without_weights(self.layout)
+        return model_costs(self.entry.config, self.layout.itemsize, self.layout)
 
 
 def model_facts(settings: WorkerSettings) -> ModelFacts:

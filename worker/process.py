@@ -127,6 +127,7 @@ class Process:
             num_blocks=self.compute.num_blocks,
             transports=tuple(transports),
             local_prefill=local_prefill,
+            costs=self.compute.model.costs,
         )
 
     async def serve(self, worker: ServedWorker, services: Sequence[str]) -> int:

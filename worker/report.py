@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.config import PROTOCOL_VERSION
 from common.types import KVLayout, ModelDescription, RequestId
 from common.wire import block_counts_to_proto, layout_to_proto, model_to_proto
 from common.wire import worker as wire
+from engine.flops import ModelCosts
 from engine.statistics import EngineStatistics
 from worker.identity import Endpoints, WorkerIdentity
 
@@ -23,7 +24,8 @@ class WorkerState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What does not change while a worker runs. ``num_blocks``: without the null block."""
+    """What does not change while a worker runs. ``num_blocks``: without the null block.
+    ``costs``: of a model that computes nothing, unless told."""
 
     identity: WorkerIdentity
     endpoints: Endpoints
@@ -32,6 +34,7 @@ class WorkerFacts:
     num_blocks: int
     transports: tuple[str, ...]
     local_prefill: str = ""
+    costs: ModelCosts = field(default_factory=ModelCosts)
 
 
 def make_report(facts: WorkerFacts, state: WorkerState, load: wire.WorkerLoad) -> wire.WorkerReport:
@@ -57,8 +60,13 @@ def make_load(
     step_age_s: float,
     owned: Iterable[tuple[RequestId, int]],
     bytes_moved: Mapping[str, int],
+    kv_events: int,
     free_slots: int = 0,
     promised_blocks: int = 0,
+    queued_tokens: int = 0,
+    prefill_tokens_per_s: float = 0.0,
+    full_step_tokens_per_s: float = 0.0,
+    transfer_bytes_per_s: float = 0.0,
 ) -> wire.WorkerLoad:
     return wire.WorkerLoad(
         running=engine.num_running,
@@ -69,4 +77,9 @@ def make_load(
         owned=[wire.OwnedAttempt(request_id=request, attempt=number) for request, number in owned],
         bytes_moved=bytes_moved,
         step_age_s=step_age_s,
+        queued_tokens=queued_tokens,
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        full_step_tokens_per_s=full_step_tokens_per_s,
+        transfer_bytes_per_s=transfer_bytes_per_s,
+        kv_events=kv_events,
     )

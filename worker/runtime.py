@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from common.config import WorkerSettings
 from common.errors import ConfigError
 from engine.block_pool import BlockPool
+from engine.block_tables import AllocatorKind
 from engine.engine import Engine
 from engine.loop import EngineRuntime, OnEvents
 from engine.model_runner import RunnerConfig, build_runner
@@ -96,6 +97,9 @@ def make_engine(
         max_num_seqs=settings.max_num_seqs,
         max_model_len=model.description.max_model_len,
         enable_chunked_prefill=settings.enable_chunked_prefill,
+        max_num_partial_prefills=settings.max_num_partial_prefills,
+        allocator=AllocatorKind(settings.allocator),
         async_depth=settings.async_depth or 0,
     )
-    return Engine(runner, pool, scheduler, clock)
+    raises_on_fault = settings.on_ledger_fault == "raise"
+    return Engine(runner, pool, scheduler, clock, raises_on_fault)

@@ -85,7 +85,10 @@ def test_every_setting_of_a_process_is_a_flag_with_its_text(
         (["prepare", "--model", "/nowhere"], "model: /nowhere is neither"),
         (["up", "--decode", "0", "--model", "oracle"], "decode: at least one"),
         (["up", "--num-blocks", "1", "--model", "oracle"], "num_blocks: "),
-        (["up", "--json", "--grpc-port", "0", "--model", "/nowhere"], "model: /nowhere is neither"),
+        (
+            ["up", "--json", "--grpc-port", "0", "--http-port", "0", "--model", "/nowhere"],
+            "model: /nowhere is neither",
+        ),
         (["prefill", "--lease-s", "soon", "--model", "oracle"], "lease_s: "),
         (["decode", "--local-prefill", "maybe", "--model", "oracle"], "local_prefill: "),
         (["gateway", "--config", "/nowhere.yaml"], "config: cannot read"),

@@ -16,7 +16,7 @@ OTLP = "127.0.0.1:4317"
 
 
 def plan(pools: Pools | None = None, grpc_port: int = 0, **settings: Any) -> LaunchPlan:
-    return LaunchPlan(pools or Pools(1, 1, 0, 1), grpc_port, None, settings)
+    return LaunchPlan(pools or Pools(1, 1, 0, 1), grpc_port, 0, None, settings)
 
 
 def parsed(arguments: tuple[str, ...]) -> dict[str, str]:

@@ -61,7 +61,8 @@ def start(directory: Path, *arguments: str) -> Up:
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "cli.main", "up", "--json", "--model", "oracle"),
-                *("--grpc-port", "0", "--pool-dir", str(directory), "--num-blocks", "64"),
+                *("--grpc-port", "0", "--http-port", "0", "--num-blocks", "64"),
+                *("--pool-dir", str(directory)),
                 *arguments,
             ],
             stdout=subprocess.PIPE,
@@ -108,7 +109,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 def test_the_ready_line(up: Up) -> None:
-    assert list(up.ready) == ["ready", "grpc", "workers"] and up.ready["ready"] is True
+    assert list(up.ready) == ["ready", "grpc", "http", "workers"] and up.ready["ready"] is True
     assert sorted(w["role"] for w in up.ready["workers"]) == ["decode", "prefill"]
     children = {child.pid for child in psutil.Process(up.process.pid).children()}
     assert {w["pid"] for w in up.ready["workers"]} <= children
@@ -203,7 +204,8 @@ def test_a_port_that_is_taken_is_one_line_and_status_2(up: Up, tmp_path: Path) -
     result = subprocess.run(
         [
             *(sys.executable, "-m", "cli.main", "up", "--json", "--model", "oracle"),
-            *("--grpc-port", port, "--pool-dir", str(tmp_path), "--num-blocks", "64"),
+            *("--grpc-port", port, "--http-port", "0", "--num-blocks", "64"),
+            *("--pool-dir", str(tmp_path)),
         ],
         capture_output=True,
         text=True,
@@ -219,7 +221,8 @@ def test_a_port_that_is_taken_is_one_line_and_status_2(up: Up, tmp_path: Path) -
 def test_ctrl_c_while_starting_leaves_nothing(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "cli.main", "up", "--model", "oracle", "--grpc-port", "0"),
+            *(sys.executable, "-m", "cli.main", "up", "--model", "oracle"),
+            *("--grpc-port", "0", "--http-port", "0"),
             *("--pool-dir", str(tmp_path), "--num-blocks", "64"),
         ],
         stdout=subprocess.DEVNULL,

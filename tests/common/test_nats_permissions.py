@@ -25,6 +25,8 @@ SUBJECTS = (
     "baton.gw.g1.ticket",
     "baton.worker.w1",
     "baton.discover",
+    "baton.kv.w1",
+    "baton.kv.w1.snapshot",
     "baton.else",
     "anything",
     "_INBOX_gateway.g1.x",
@@ -59,6 +61,7 @@ MAY_PUBLISH = {
         "baton.prefill.w.p1",
         "baton.prefill.w.p1.cancel",
         "baton.discover",
+        "baton.kv.w1.snapshot",
         "$JS.API.STREAM.CREATE.BATON_PREFILL",
         "$JS.API.CONSUMER.DURABLE.CREATE.BATON_PREFILL.any",
     },
@@ -66,26 +69,29 @@ MAY_PUBLISH = {
         "baton.gw.g1.accept",
         "baton.gw.g1.ticket",
         "baton.worker.w1",
+        "baton.kv.w1",
         "$JS.API.CONSUMER.MSG.NEXT.BATON_PREFILL.any",
         "$JS.ACK.BATON_PREFILL.any.1.1.1.1.0",
     },
-    "decode": {"baton.worker.w1"},
+    "decode": {"baton.worker.w1", "baton.kv.w1"},
 }
 MAY_SUBSCRIBE = {
     "gateway": {
         "baton.worker.w1",
         "baton.gw.g1.accept",
         "baton.gw.g1.ticket",
+        "baton.kv.w1",
         "_INBOX_gateway.g1.x",
     },
     "prefill": {
         "baton.prefill.w.p1",
         "baton.prefill.w.p1.cancel",
         "baton.discover",
+        "baton.kv.w1.snapshot",
         "_INBOX_prefill.p1.x",
         "_INBOX_prefill.*.*",
     },
-    "decode": {"baton.discover"},
+    "decode": {"baton.discover", "baton.kv.w1.snapshot"},
 }
 
 
@@ -154,7 +160,7 @@ def _subjects(what: str, refused: list[str]) -> set[str]:
 
 
 async def test_all_that_the_roles_say_to_each_other(server: NatsServer) -> None:
-    """Jobs, accepts, tickets, reports and their answers, through NatsBus and its own inboxes."""
+    """Jobs, accepts, tickets, reports, cache events, answers: through NatsBus and its inboxes."""
     buses = {
         role: await NatsBus.connect(server.url, server.credentials_file(role), f"{role}-1")
         for role in ROLES
@@ -165,15 +171,16 @@ async def test_all_that_the_roles_say_to_each_other(server: NatsServer) -> None:
 
     async def answer(message: Message) -> None:
         heard.append((message.subject, message.data))
-        if len(heard) == 8:
+        if len(heard) == 10:
             all_heard.set()
         await message.reply(b"answer")
 
-    for subject in ("baton.worker.*", "baton.gw.g.accept", "baton.gw.g.ticket"):
+    for subject in ("baton.worker.*", "baton.kv.*", "baton.gw.g.accept", "baton.gw.g.ticket"):
         await gateway.subscribe(subject, answer)
     for subject in ("baton.prefill.w.p", "baton.prefill.w.p.cancel", "baton.discover"):
         await prefill.subscribe(subject, answer)
     await decode.subscribe("baton.discover", answer)
+    await decode.subscribe("baton.kv.d.snapshot", answer)
 
     await gateway.ensure_job_queue(60)
     await gateway.publish_job(b"job", "r:1")
@@ -187,11 +194,13 @@ async def test_all_that_the_roles_say_to_each_other(server: NatsServer) -> None:
         (prefill, "baton.gw.g.accept"),
         (prefill, "baton.gw.g.ticket"),
         (gateway, "baton.prefill.w.p"),
+        (gateway, "baton.kv.d.snapshot"),
     ):
         assert await bus.request(subject, b"?", 1.0) == b"answer"
     await gateway.publish("baton.prefill.w.p.cancel", b"")
     await gateway.publish("baton.discover", b"")
     await decode.publish("baton.worker.d", b"d")
+    await decode.publish("baton.kv.d", b"d")
     await prefill.publish("baton.worker.p", b"p")
     async with asyncio.timeout(5):
         await all_heard.wait()

@@ -125,6 +125,15 @@ async def test_without_an_endpoint_nothing_is_recorded_and_carriers_pass() -> No
     await telemetry.shutdown()
 
 
+def test_the_environment_switches_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In OpenTelemetry's own words, whatever endpoint is set."""
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "True")
+    telemetry = Telemetry("baton-gateway", "gw-1", "127.0.0.1:1")
+    assert not telemetry.enabled
+    with telemetry.span("request") as span:
+        assert not span.carrier and not span.trace_id
+
+
 @pytest.mark.parametrize("value", ["", "00-zz-zz-01", "x" * 10_000, "00-" + "0" * 32])
 async def test_a_hostile_traceparent_starts_a_new_trace(receiver: OtlpReceiver, value: str) -> None:
     telemetry = Telemetry("baton-gateway", "gw-1", await receiver.start(), otlp_token=TOKEN)

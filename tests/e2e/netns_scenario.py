@@ -66,7 +66,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
             *(*shared, "--host", "0.0.0.0", "--advertise-host", THERE),
             *(*WORKER, *insecure, *SLOW_COPY),
         ],
-        "gateway": [*shared, "--host", HERE, "--grpc-port", "0"],
+        "gateway": [*shared, "--host", HERE, "--grpc-port", "0", "--http-port", "0"],
     }
     async with AsyncExitStack() as stack:
         nats = folder / "nats.conf"
@@ -82,10 +82,12 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         state_file = folder / "state.json"
         state_file.write_text(json.dumps({"processes": list(ready.values())}))
         gateway = ready["gateway"]["grpc"]
-        await wait_until_ready(gateway, {ready["prefill"]["id"], ready["decode"]["id"]})
+        workers = {ready["prefill"]["id"], ready["decode"]["id"]}
+        await wait_until_ready(ready["gateway"]["admin"], token, workers)
         yield Cluster(
             process=processes["gateway"],
             grpc=gateway,
+            http=ready["gateway"]["http"],
             gateways=[gateway],
             state_file=state_file,
             pool_dir=folder,

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Sequence
 import psutil
 import pytest
 import pytest_asyncio
-from support.cluster import Cluster, Process, baton_up
-from support.oracle_requests import Answer, Case, ask, ask_all, make_cases
+from support.cluster import Cluster, Process, baton_up, until
+from support.oracle_requests import BLOCK_SIZE, Answer, Case, ask, ask_all, make_cases
 
 from common.client import BatonClient
 
@@ -79,6 +79,13 @@ async def test_prefill_worker_that_was_chosen_for_its_prefix(
             await ask(client, case)
             if (await cluster.debug(victim, "statistics"))["granted"]:
                 break
+        (gateway,) = cluster.of_role("gateway")
+
+        async def is_known() -> bool:
+            index = (await cluster.debug(gateway, "gateway"))["prefix_index"]
+            return bool(index["num_keys_by_worker"][victim.id] >= 64 // BLOCK_SIZE)
+
+        await until(is_known, timeout_s=10)
         # Nobody else has computed this prompt.
         longer = Case(case.prompt_ids + tuple(range(40)), max_tokens=10, seed=3)
         check([await ask(client, longer)])

@@ -29,7 +29,9 @@ def shortened(golden: Golden, num_tokens: int) -> Golden:
     )
 
 
-async def generate(client: BatonClient, golden: Golden, start: int, salt: str) -> list[int]:
+async def generate(
+    client: BatonClient, golden: Golden, start: int, salt: str, where: str = "prefill"
+) -> list[int]:
     """What follows the golden's first tokens. Greedy decoding knows no difference between prompt
     and output, so those are simply sent as prompt."""
     prompt_ids = [*golden.prompt_ids, *golden.token_ids[:start]]
@@ -38,19 +40,25 @@ async def generate(client: BatonClient, golden: Golden, start: int, salt: str) -
     assert answer.complete.attempts == 1
     if start == 0:
         usage = answer.complete.usage
-        assert usage.prefill_computed == usage.decode_transferred == len(prompt_ids)
+        if where == "prefill":
+            assert usage.prefill_computed == usage.decode_transferred == len(prompt_ids)
+        else:
+            assert usage.decode_computed == len(prompt_ids) and not usage.prefill_computed
     return answer.token_ids
 
 
-async def compare(client: BatonClient, goldens: Sequence[Golden], at_once: bool) -> None:
-    """Each prompt with a salt of its own, so that all of its KV is computed and handed over."""
+async def compare(
+    client: BatonClient, goldens: Sequence[Golden], at_once: bool, where: str = "prefill"
+) -> None:
+    """Each prompt with a salt of its own, so that all of its KV is computed: on a prefill worker,
+    and handed over, or on the decode worker."""
     check = ParityCheck()
 
     async def one(golden: Golden) -> None:
         start: int | None = 0
         salt = f"{golden.name} {len(golden.token_ids)} {at_once}"
         while start is not None:
-            token_ids = await generate(client, golden, start, salt)
+            token_ids = await generate(client, golden, start, salt, where)
             start = check.compare(golden, token_ids, start)
 
     if at_once:

@@ -31,7 +31,8 @@ async def live(tmp_path: Path) -> AsyncIterator[Cluster]:
 async def kill_a_run(runtime: Path, pool_dir: Path) -> None:
     """Starts a whole Baton and kills it, `baton up` and all below, with SIGKILL."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "cli.main", "up", "--json", "--grpc-port", "0", *FLAGS),
+        *(sys.executable, "-m", "cli.main", "up", "--json"),
+        *("--grpc-port", "0", "--http-port", "0", *FLAGS),
         *("--pool-dir", str(pool_dir)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

@@ -20,6 +20,7 @@ from common.client import Sampling, make_request
 from common.errors import InternalError
 from common.rpc import make_public_channel, to_baton_error
 from common.wire import inference, inference_grpc
+from engine.oracle import oracle_layout
 
 SMALL_POOL, LARGE_POOL = 64, 256
 CHUNK = 64
@@ -127,6 +128,7 @@ async def test_an_answer(cluster: Cluster, collector: Collector, channel: aio.Ch
     assert_one_tree(spans)
     assert all(span.status != "error" for span in spans)
     (attempt,) = named(spans, "attempt")
+    assert attempt.attributes["baton.prefill_reason"] == "never"
     assert {span.parent_id for span in spans if span.service != "baton-gateway"} == {
         attempt.span_id
     }
@@ -136,10 +138,56 @@ async def test_an_answer(cluster: Cluster, collector: Collector, channel: aio.Ch
     (fetch,) = named(spans, "kv.fetch")
     assert fetch.attributes["baton.transport"] == "shm"
     assert fetch.attributes["baton.num_blocks"] == NUM_CHUNKS * CHUNK // 16
+    _assert_the_request_in_genai_words(named(spans, "generate")[0], call.complete)
+    _assert_costs(spans)
     for name, num_steps in {"prefill.chunk": 1, "decode.run": 2}.items():
         assert all(len(span.links) == num_steps for span in named(spans, name))
     assert await _baton_trace(cluster, trace_id) == {span.span_id for span in spans}
     assert await _baton_trace(cluster, call.complete.request_id) == {s.span_id for s in spans}
+
+
+def _assert_the_request_in_genai_words(root: TraceSpan, complete: inference.Complete) -> None:
+    num_prompt, num_output = NUM_CHUNKS * CHUNK, 8
+    expected = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "baton",
+        "gen_ai.request.model": "oracle",
+        "gen_ai.request.max_tokens": num_output,
+        "gen_ai.request.temperature": 0.0,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.seed": 0,
+        "gen_ai.request.choice.count": 1,
+        "gen_ai.response.id": complete.request_id,
+        "gen_ai.response.model": "oracle",
+        "gen_ai.response.time_to_first_chunk": complete.phases_ms.time_to_first_token / 1000,
+        "gen_ai.usage.input_tokens": num_prompt,
+        "gen_ai.usage.prompt_tokens": num_prompt,
+        "gen_ai.usage.output_tokens": num_output,
+        "gen_ai.usage.completion_tokens": num_output,
+        "gen_ai.usage.cache_read.input_tokens": 0,
+        "gen_ai.latency.e2e": complete.phases_ms.total / 1000,
+        "baton.request_id": complete.request_id,
+    }
+    assert {name: root.attributes.get(name) for name in expected} == expected
+    assert "length" in str(root.attributes["gen_ai.response.finish_reasons"])
+
+
+def _assert_costs(spans: Sequence[TraceSpan]) -> None:
+    """The oracle has no weights, so its bytes are those of the KV alone. A chunk reads all tokens
+    so far and writes its own; a decode reads all tokens and writes one."""
+    token_bytes = oracle_layout(16).block_bytes // 16
+    read = CHUNK + 2 * CHUNK
+    moved = (read + 2 * CHUNK) * token_bytes
+    chunks = [float(span.attributes["baton.bytes"]) for span in named(spans, "prefill.chunk")]
+    assert sum(chunks) == moved
+    (prefill,) = named(spans, "prefill")
+    assert prefill.attributes["baton.bytes"] == moved
+    contexts = [2 * CHUNK + index for index in range(1, 8)]
+    for name in ("decode", "decode.run"):
+        (span,) = named(spans, name)
+        assert span.attributes["baton.bytes"] == (sum(contexts) + len(contexts)) * token_bytes
+        assert span.attributes["baton.flops"] == 0
+        assert span.attributes["baton.arithmetic_intensity"] == 0
 
 
 async def _baton_trace(cluster: Cluster, id_: str) -> set[str]:

@@ -71,7 +71,7 @@ def test_imports_and_new_work_are_admitted_by_age() -> None:
 
 
 def test_a_long_prefill_does_not_hold_imports_back() -> None:
-    rig = Rig(max_num_batched_tokens=2)
+    rig = Rig(max_num_batched_tokens=4)
     long, behind = (spec_of(prompt_of(i, 40), GREEDY) for i in range(2))
     rig.engine.add(long)
     rig.engine.add(behind)

@@ -1,10 +1,13 @@
 """Random operations on a pool, the books checked after each."""
 
+from collections import Counter
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from engine.block_pool import BlockPool, Holding, RefKind
+from engine.ledger import BlockState
 from engine.prefix_cache import NO_PARENT, PrefixCache
 
 NUM_BLOCKS = 13
@@ -12,6 +15,7 @@ BLOCK_SIZE = 2
 # Few ids, so that prefixes repeat.
 ids_lists = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 kinds = st.sampled_from(RefKind)
+tenants = st.sampled_from(["a", "b", "c"])
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -25,7 +29,7 @@ class PoolMachine(RuleBasedStateMachine):
             NUM_BLOCKS, BLOCK_SIZE, "m", PrefixCache(NUM_BLOCKS), self.freed.update
         )
         self.holdings: list[Holding] = []
-        self.contents: dict[int, tuple[int, ...]] = {}
+        self.contents: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.last_generation: dict[int, int] = {}
 
     def _pick(self, data: st.DataObject) -> int:
@@ -38,26 +42,42 @@ class PoolMachine(RuleBasedStateMachine):
             self.contents.pop(ref.block_id, None)
             self.freed.discard(ref.block_id)
 
-    @rule(ids=ids_lists)
-    def run_a_sequence(self, ids: list[int]) -> None:
+    def _allocate(self, holding: Holding, num_blocks: int) -> list[int] | None:
+        """What is evicted for it comes from whoever has most cached."""
+        before = self._cached_by_tenant()
+        blocks = self.pool.allocate(holding, num_blocks)
+        after = self._cached_by_tenant()
+        highest = max(after.values(), default=0)
+        for tenant, num_cached in before.items():
+            if after[tenant] < num_cached:
+                assert after[tenant] >= highest - 1, (before, after)
+        return blocks
+
+    def _cached_by_tenant(self) -> Counter[str]:
+        blocks = self.pool.ledger().blocks
+        cached = [block.block_id for block in blocks if block.state is BlockState.CACHED]
+        return Counter(self.contents[block][0] for block in cached)
+
+    @rule(ids=ids_lists, tenant=tenants)
+    def run_a_sequence(self, ids: list[int], tenant: str) -> None:
         """Takes hits, allocates the rest, computes and indexes all full blocks."""
-        pool, chain = self.pool, self.pool.chain("", "")
+        pool, chain = self.pool, self.pool.chain(tenant, "")
         assert chain is not None
         num_full = len(ids) // BLOCK_SIZE
         hits = pool.match(chain, ids, num_full)
         for number, block in enumerate(hits):
-            assert self.contents[block] == tuple(ids[: (number + 1) * BLOCK_SIZE])
+            assert self.contents[block] == (tenant, tuple(ids[: (number + 1) * BLOCK_SIZE]))
         holding = pool.hold(RefKind.SEQUENCE, 1)
         parent = pool.parent_after(hits)
         pool.share(holding, hits)
-        fresh = pool.allocate(holding, -(-len(ids) // BLOCK_SIZE) - len(hits))
+        fresh = self._allocate(holding, -(-len(ids) // BLOCK_SIZE) - len(hits))
         if fresh is None:
             pool.release(holding)
             return
         self._took(fresh)
         for number in range(len(hits), num_full):
             block = holding.block_ids[number]
-            self.contents[block] = tuple(ids[: (number + 1) * BLOCK_SIZE])
+            self.contents[block] = (tenant, tuple(ids[: (number + 1) * BLOCK_SIZE]))
             parent = pool.index(block, parent, chain, number, ids)
         self.holdings.append(holding)
 
@@ -65,7 +85,7 @@ class PoolMachine(RuleBasedStateMachine):
     def allocate(self, kind: RefKind, num_blocks: int) -> None:
         holding = self.pool.hold(kind, 2)
         available = self.pool.num_available
-        blocks = self.pool.allocate(holding, num_blocks)
+        blocks = self._allocate(holding, num_blocks)
         assert (blocks is None) == (num_blocks > available)
         self._took(blocks or [])
         self.holdings.append(holding)

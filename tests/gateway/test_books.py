@@ -4,15 +4,16 @@ import asyncio
 
 import pytest
 
-from common.bus import Bus, BusError
+from common.bus import BusError
 from common.errors import Unavailable
 from common.types import SamplingParams
 from common.wire import worker as wire
 from gateway.attempt import AttemptLost
 from gateway.prefill_dispatch import PrefillDispatch
+from gateway.prefix_index import PrefixIndex
 from gateway.registry import WorkerRegistry
 from gateway.request import Request
-from gateway.router import PrefixMemory
+from gateway.router import Router
 from gateway.run import Arrival, Counters, Run, Runs
 
 
@@ -101,12 +102,17 @@ async def test_an_older_attempt_is_fenced_and_counted() -> None:
     assert counters.fenced == 1
 
 
-def make_dispatch(clock: Clock) -> tuple[PrefillDispatch, Runs, WorkerRegistry]:
+def dispatch_over(bus: object, clock: Clock) -> tuple[PrefillDispatch, Runs, WorkerRegistry]:
     registry, _, _ = make_registry(clock)
     runs = Runs()
-    bus: Bus = None  # type: ignore[assignment]  # accept and ticket use no I/O
-    dispatch = PrefillDispatch(bus, "gw", runs, registry, PrefixMemory(registry))
+    router = Router("auto", registry, PrefixIndex(), seed="")
+    dispatch = PrefillDispatch(bus, "gw", runs, registry, router)  # type: ignore[arg-type]
     return dispatch, runs, registry
+
+
+def make_dispatch(clock: Clock) -> tuple[PrefillDispatch, Runs, WorkerRegistry]:
+    """Accept and ticket use no I/O."""
+    return dispatch_over(None, clock)
 
 
 def ask(worker_id: str = "p1", attempt: int = 1, epoch: int = 1) -> wire.AcceptRequest:
@@ -154,7 +160,7 @@ def test_silence_ends_a_worker_unless_our_own_link_was_down() -> None:
     clock = Clock()
     registry, left, orphans = make_registry(clock)
     registry.report(report())
-    registry.granted("r", 1, "p1")
+    registry.granted("r", 1, "p1", num_tokens=3)
     clock.now = 2.0
     registry.pause()
     clock.now = 60.0
@@ -172,7 +178,7 @@ def test_silence_ends_a_worker_unless_our_own_link_was_down() -> None:
 def test_granted_work_missing_in_two_reports_in_a_row_has_no_owner() -> None:
     registry, _, orphans = make_registry(Clock())
     registry.report(report())
-    registry.granted("r", 1, "p1")
+    registry.granted("r", 1, "p1", num_tokens=3)
     owned = report()
     owned.load.owned.add(request_id="r", attempt=1)
     for message in (report(), owned, report()):
@@ -202,7 +208,7 @@ def test_a_worker_that_cannot_be_paired_is_refused_with_the_field() -> None:
 def test_a_report_of_an_older_epoch_is_ignored_and_a_newer_one_ends_the_old_life() -> None:
     registry, left, orphans = make_registry(Clock())
     registry.report(report(epoch=2))
-    registry.granted("r", 1, "p1")
+    registry.granted("r", 1, "p1", num_tokens=3)
     registry.report(report(epoch=1))
     assert registry.entries["p1"].report.epoch == 2
     registry.report(report(epoch=3))
@@ -212,7 +218,7 @@ def test_a_report_of_an_older_epoch_is_ignored_and_a_newer_one_ends_the_old_life
 def test_a_worker_whose_engine_hangs_is_as_good_as_gone() -> None:
     registry, left, orphans = make_registry(Clock())
     registry.report(report())
-    registry.granted("r", 1, "p1")
+    registry.granted("r", 1, "p1", num_tokens=3)
     hung = report()
     hung.load.owned.add(request_id="r", attempt=1)
     hung.load.step_age_s = 14.0
@@ -239,10 +245,7 @@ class BrokenBus:
 
 
 async def test_any_trouble_of_the_bus_is_a_stall_and_no_error_of_the_request() -> None:
-    registry, _, _ = make_registry(Clock())
-    runs = Runs()
-    bus: Bus = BrokenBus()  # type: ignore[assignment]
-    dispatch = PrefillDispatch(bus, "gw", runs, registry, PrefixMemory(registry))
+    dispatch, runs, _ = dispatch_over(BrokenBus(), Clock())
     run = Run(make_request(), 0.0, runs.counters)
     with pytest.raises(AttemptLost, match="nats_down"):
         await dispatch.prefill(run, run.new_attempt())
@@ -259,10 +262,7 @@ async def test_all_who_wait_for_a_slot_wait_once_for_workers_that_are_gone(
 ) -> None:
     monkeypatch.setattr("gateway.prefill_dispatch.PATIENCE_S", 0.3)
     monkeypatch.setattr("gateway.prefill_dispatch._POLL_S", 0.05)
-    registry, _, _ = make_registry(Clock())
-    runs = Runs()
-    bus: Bus = SilentBus()  # type: ignore[assignment]
-    dispatch = PrefillDispatch(bus, "gw", runs, registry, PrefixMemory(registry))
+    dispatch, runs, _ = dispatch_over(SilentBus(), Clock())
 
     async def one() -> None:
         run = Run(make_request(), 0.0, runs.counters)
@@ -275,10 +275,7 @@ async def test_all_who_wait_for_a_slot_wait_once_for_workers_that_are_gone(
 
 
 async def test_a_lost_attempt_does_not_wait_for_its_slot() -> None:
-    registry, _, _ = make_registry(Clock())
-    runs = Runs()
-    bus: Bus = SilentBus()  # type: ignore[assignment]
-    dispatch = PrefillDispatch(bus, "gw", runs, registry, PrefixMemory(registry))
+    dispatch, runs, _ = dispatch_over(SilentBus(), Clock())
     first, second = (Run(make_request(), 0.0, runs.counters) for _ in range(2))
     holding = asyncio.create_task(dispatch.prefill(first, first.new_attempt()))
     await asyncio.sleep(0)

@@ -6,7 +6,9 @@ from collections.abc import AsyncIterator
 from common.wire import worker as wire
 from gateway.decode_link import Dial
 from gateway.decode_pool import DecodePool
+from gateway.prefix_index import PrefixIndex
 from gateway.registry import WorkerEntry, WorkerRegistry
+from gateway.router import Router
 from gateway.run import Runs
 from tests.gateway.test_books import report
 
@@ -31,7 +33,8 @@ def make_pool(dialer=answering) -> tuple[DecodePool, WorkerRegistry]:  # type: i
         on_leave=lambda worker_id: pool.leave(worker_id),
         on_orphan=lambda request_id, attempt: None,
     )
-    pool = DecodePool("gw", Runs(), registry, 3.0, dialer, lambda: None)
+    router = Router("auto", registry, PrefixIndex(), seed="")
+    pool = DecodePool("gw", Runs(), registry, router, 3.0, dialer, lambda: None)
     return pool, registry
 
 

@@ -62,7 +62,7 @@ async def test_the_text_of_a_stop_token_shows_only_when_asked_for(include: bool,
     finish = output.push(Arrival(0, (0, 1, 3), (), (), FinishReason.STOP, matched_token_id=3))
     assert finish is not None
     assert (finish.reason, finish.num_tokens, finish.matched_token_id) == (FinishReason.STOP, 3, 3)
-    assert await taken(output) == Delta(0, (0, 1, 3), text)
+    assert await taken(output) == Delta(0, (0, 1, 3), text, last=True)
 
 
 async def test_tokens_behind_a_stop_string_are_not_output() -> None:
@@ -70,7 +70,7 @@ async def test_tokens_behind_a_stop_string_are_not_output() -> None:
     finish = output.push(Arrival(0, (0, 1, 2), (), (), FinishReason.LENGTH))
     assert finish is not None
     assert (finish.reason, finish.num_tokens, finish.matched_string) == (FinishReason.STOP, 2, "b")
-    assert await taken(output) == Delta(0, (0, 1), "a")
+    assert await taken(output) == Delta(0, (0, 1), "a", last=True)
 
 
 async def test_a_client_that_stops_reading_ends_the_request() -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from sim.network import Faults, Host, Network, SimBus
 from sim.runtime import InlineRuntime, SlowTransfers
@@ -44,9 +44,16 @@ T = TypeVar("T")
 
 
 @cache
-def _gateway_settings(gateway_id: str) -> GatewaySettings:
+def _gateway_settings(
+    gateway_id: str, routing: Literal["auto", "load", "random"], threshold: int | None
+) -> GatewaySettings:
     return GatewaySettings(
-        gateway_id=gateway_id, model="oracle", grpc_port=0, request_timeout_s=120.0
+        gateway_id=gateway_id,
+        model="oracle",
+        grpc_port=0,
+        request_timeout_s=120.0,
+        routing=routing,
+        local_prefill_threshold=threshold,
     )
 
 
@@ -64,6 +71,7 @@ def _worker_settings(
         oracle_vocab_size=VOCAB,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=8,
+        on_ledger_fault="raise",
         lease_s=LEASE_S,
         async_depth=async_depth,
     )
@@ -79,6 +87,20 @@ class Node:
     exports: Exports | None = None
 
 
+@dataclass(frozen=True)
+class Choices:
+    """What gateways and workers draw their settings from. Decode workers of one run say the same of
+    themselves, and compute any prompt that they are sent."""
+
+    routing: Sequence[Literal["auto", "load", "random"]] = ("auto", "auto", "load", "random")
+    thresholds: Sequence[int | None] = (None, 0, BLOCK, 3 * BLOCK)
+    local_prefill: Sequence[str] = ("never", "never", "auto", "always")
+    chunk_tokens: Sequence[int] = (5, 16, 64)
+
+
+_DEFAULT_CHOICES = Choices()
+
+
 @dataclass
 class SimCluster:
     rng: random.Random
@@ -88,6 +110,8 @@ class SimCluster:
     # Says what is wrong on a worker, "" if nothing; asked between its engine's steps.
     check: "Callable[[Node], str]"
     checksum: str
+    choices: Choices
+    local_prefill: str
     wrong: list[str] = field(default_factory=list)
     num_breaks: int = 0
     gateways: list[tuple[Host, Gateway]] = field(default_factory=list)
@@ -98,7 +122,11 @@ class SimCluster:
 
     async def start_gateway(self) -> Gateway:
         host = Host(f"gw{len(self.gateways)}")
-        settings = _gateway_settings(host.name)
+        settings = _gateway_settings(
+            host.name,
+            self.rng.choice(self.choices.routing),
+            self.rng.choice(self.choices.thresholds),
+        )
         clock = asyncio.get_running_loop().time
         gateway = Gateway(
             settings,
@@ -138,7 +166,7 @@ class SimCluster:
         settings = _worker_settings(
             PrefillSettings if role is Role.PREFILL else DecodeSettings,
             self.num_blocks,
-            self.rng.choice((5, 16, 64)),
+            self.rng.choice(self.choices.chunk_tokens),
             self.rng.choice((0, 1)),
         )
         node = self._assemble(host, role, settings)
@@ -171,7 +199,7 @@ class SimCluster:
             layout=model.layout,
             num_blocks=self.num_blocks,
             transports=("loopback",),
-            local_prefill="auto" if role is Role.DECODE else "",
+            local_prefill=self.local_prefill if role is Role.DECODE else "",
         )
         bus = SimBus(self.network, host)
 
@@ -278,8 +306,14 @@ class _Control:
 
 
 def make_cluster(
-    rng: random.Random, faults: Faults, num_blocks: int, check: Callable[[Node], str]
+    rng: random.Random,
+    faults: Faults,
+    num_blocks: int,
+    check: Callable[[Node], str],
+    choices: Choices = _DEFAULT_CHOICES,
 ) -> SimCluster:
     transport = TransportSettings(pool_dir=Path("/nonexistent"))
     checksum = rng.choice(("none", "xxh3_64"))
-    return SimCluster(rng, Network(rng, faults), transport, num_blocks, check, checksum)
+    local_prefill = rng.choice(choices.local_prefill)
+    network = Network(rng, faults)
+    return SimCluster(rng, network, transport, num_blocks, check, checksum, choices, local_prefill)

@@ -36,12 +36,13 @@ class Host:
 
     name: str
     alive: bool = True
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+    # In the order in which they began: they are cancelled in that order, every time.
+    tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
 
     def spawn(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self.tasks[task] = None
+        task.add_done_callback(self.tasks.pop)
         return task
 
 

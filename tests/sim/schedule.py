@@ -58,7 +58,7 @@ async def _schedule(rng: random.Random) -> None:
         double=rng.choice((0.0, 0.02, 0.1)) if bad else 0.0,
         delay=rng.choice((0.0, 0.02, 0.1)) if bad else 0.0,
     )
-    cluster = make_cluster(rng, faults, rng.choice((10, 14, 24)), _check)
+    cluster = make_cluster(rng, faults, rng.choice((10, 14, 24)), check_node)
     try:
         await _run(rng, cluster)
     finally:
@@ -73,7 +73,7 @@ async def _run(rng: random.Random, cluster: SimCluster) -> None:
     for role in (Role.PREFILL, Role.DECODE):
         for _ in range(rng.choice((1, 2))):
             await cluster.start_worker(role)
-    await asyncio.wait_for(_until_ready(cluster), 30.0)
+    await asyncio.wait_for(until_ready(cluster), 30.0)
     num_kills = rng.choice((0, 0, 1, 1, 2))
     chaos = asyncio.ensure_future(_chaos(rng, cluster, num_kills))
     try:
@@ -92,7 +92,7 @@ async def _run(rng: random.Random, cluster: SimCluster) -> None:
             allowed = (Unavailable, InternalError)
         for request, outcome in zip(requests, outcomes, strict=True):
             _judge(request, outcome, allowed)
-        await _until_idle(cluster)
+        await until_idle(cluster)
         if cluster.wrong:
             raise Violation(cluster.wrong[0])
     finally:
@@ -100,7 +100,7 @@ async def _run(rng: random.Random, cluster: SimCluster) -> None:
         await asyncio.gather(chaos, return_exceptions=True)
 
 
-async def _until_ready(cluster: SimCluster) -> None:
+async def until_ready(cluster: SimCluster) -> None:
     for _, gateway in cluster.gateways:
         while not gateway.ready:
             await asyncio.sleep(0.05)
@@ -172,7 +172,9 @@ def _judge(request: Request, outcome: Outcome, allowed: tuple[type[BatonError], 
         num_prompt = len(request.prompt_ids)
         if usage.output_tokens != len(right) or usage.prompt_tokens != num_prompt:
             raise Violation(f"{request.request_id}: {usage}")
-        if usage.prefill_computed + usage.prefill_cached != num_prompt:
+        on_prefill = usage.prefill_computed + usage.prefill_cached
+        on_decode = usage.decode_cached + usage.decode_transferred + usage.decode_computed
+        if on_prefill != num_prompt and (on_prefill or on_decode != num_prompt):
             raise Violation(f"{request.request_id}: {usage}")
         return
     if not isinstance(outcome.error, allowed):
@@ -197,7 +199,7 @@ async def _chaos(rng: random.Random, cluster: SimCluster, num_kills: int) -> Non
         cluster.network.break_streams(rng.choice(cluster.gateways)[0])
 
 
-def _check(node: Node) -> str:
+def check_node(node: Node) -> str:
     """What is wrong on this worker at this moment, if anything. Called between its steps."""
     counts = node.engine.statistics().blocks
     total = counts.free + counts.cached + counts.in_use + counts.leased + counts.importing
@@ -214,7 +216,7 @@ def _promises(worker: DecodeWorker) -> ReservationStatistics:
     return worker._promises.statistics()
 
 
-async def _until_idle(cluster: SimCluster) -> None:
+async def until_idle(cluster: SimCluster) -> None:
     """Two leases after the last request, every ledger is back at its start."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + 40.0
@@ -227,8 +229,21 @@ async def _until_idle(cluster: SimCluster) -> None:
     raise Violation(f"still held: {left}")
 
 
+def _is_in_step(gateway: Gateway, node: Node) -> bool:
+    """The gateway's index has exactly the keys that the worker's engine has."""
+    name = node.host.name
+    cache = gateway.prefix_index._caches.get(name)
+    in_step = cache is not None and cache.in_step and cache.keys == set(node.engine.cached_keys())
+    return in_step and name in gateway.registry.entries
+
+
 def _held(cluster: SimCluster) -> str:
-    for _, gateway in cluster.gateways:
+    for host, gateway in cluster.gateways:
+        for node in cluster.nodes.values():
+            if not _is_in_step(gateway, node):
+                return f"{host.name} does not know what {node.host.name} has cached"
+            if gateway.registry.queued_tokens(gateway.registry.entries[node.host.name]):
+                return f"{host.name} believes that {node.host.name} is loaded"
         if gateway.runs.by_id or gateway.statistics().num_waiting:
             return f"requests of {gateway.settings.gateway_id}"
     for node in cluster.nodes.values():

@@ -21,7 +21,6 @@ from typing import Any
 import psutil
 
 from cli.readiness import is_ready
-from common import rpc
 from common.config import read_secret
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -39,6 +38,7 @@ class Process:
     pid: int
     grpc: str
     admin: str
+    http: str = ""
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.pid, number)
@@ -46,10 +46,11 @@ class Process:
 
 @dataclass
 class Cluster:
-    """``grpc`` is the first gateway's address, ``gateways`` are all."""
+    """``grpc`` and ``http`` are the first gateway's addresses, ``gateways`` all for gRPC."""
 
     process: asyncio.subprocess.Process
     grpc: str
+    http: str
     gateways: list[str]
     state_file: Path
     pool_dir: Path
@@ -131,13 +132,12 @@ class Cluster:
         out), and a stream to every decode worker that it has."""
 
         async def is_linked() -> bool:
-            if not await is_ready(channel, worker_ids()):
+            if not await is_ready(gateway.admin, self.token, worker_ids()):
                 return False
             statistics = await self.debug(gateway, "gateway")
             return bool(statistics["num_decode_links"] == statistics["num_decode_workers"])
 
-        async with rpc.make_public_channel(gateway.grpc) as channel:
-            await until(is_linked, START_S)
+        await until(is_linked, START_S)
 
     # ------------------------------------------------------------ one process more
 
@@ -202,17 +202,21 @@ async def baton_up(
     prefill: int = 1,
     decode: int = 1,
     model: str = "oracle",
+    local_prefill: str = "never",
     flags: Sequence[str] = (),
     env: dict[str, str] | None = None,
     allow_tracebacks: bool = False,
 ) -> AsyncIterator[Cluster]:
+    """Prompts take the way over two workers, unless ``local_prefill`` says otherwise: the tests are
+    of that way, and the rule's choice depends on measured times."""
     pool_dir = Path("/dev/shm") / f"baton-test-{os.getpid()}-{time.monotonic_ns()}"
     pool_dir.mkdir(mode=0o700)
     log = tmp_path / "up.log"
     command = [
         *(sys.executable, "-m", "cli.main", "up", "--json", "--grpc-port", "0"),
+        *("--http-port", "0"),
         *("--prefill", str(prefill), "--decode", str(decode), "--model", model),
-        *("--pool-dir", str(pool_dir), *flags),
+        *("--pool-dir", str(pool_dir), "--local-prefill", local_prefill, *flags),
     ]
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
@@ -220,7 +224,12 @@ async def baton_up(
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
             cwd=REPOSITORY,
-            env={**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), **(env or {})},
+            env={
+                **os.environ,
+                "XDG_RUNTIME_DIR": str(tmp_path),
+                "BATON_ON_LEDGER_FAULT": "raise",
+                **(env or {}),
+            },
         )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_stop, process, pool_dir, tmp_path, allow_tracebacks)
@@ -243,6 +252,7 @@ async def _ready(process: asyncio.subprocess.Process, pool_dir: Path, tmp_path: 
     return Cluster(
         process=process,
         grpc=ready["grpc"],
+        http=ready["http"],
         gateways=list(state["grpc"]),
         state_file=state_file,
         pool_dir=pool_dir,

@@ -76,7 +76,7 @@ class Rig:
         caching: bool = True,
         key_function: KeyFunction = block_key,
         wrap: Callable[[OracleRunner], ModelRunner] = lambda runner: runner,
-        **config: int,
+        **config: object,
     ) -> None:
         self.clock = StepClock()
         self.layout = oracle_layout(block_size)
@@ -88,7 +88,7 @@ class Rig:
             num_blocks, block_size, "oracle", prefix, self.oracle.poison, self.clock
         )
         settings = SchedulerConfig(**config)  # type: ignore[arg-type]
-        self.engine = Engine(wrap(self.oracle), self.pool, settings, self.clock)
+        self.engine = Engine(wrap(self.oracle), self.pool, settings, self.clock, True)
         self.events: list[EngineEvent] = []
         self.records: list[StepRecord] = []
 

@@ -200,11 +200,17 @@ async def running(worker: PrefillWorker | DecodeWorker) -> AsyncIterator[None]:
         await worker.stop()
 
 
+_BASE: dict[str, object] = {
+    "model": "oracle",
+    "block_size": BLOCK,
+    "num_blocks": 64,
+    "on_ledger_fault": "raise",
+}
+
+
 def prefill_settings(**fields: object) -> PrefillSettings:
-    base: dict[str, object] = {"model": "oracle", "block_size": BLOCK, "num_blocks": 64}
-    return PrefillSettings(**{**base, **fields})  # type: ignore[arg-type]
+    return PrefillSettings(**{**_BASE, **fields})  # type: ignore[arg-type]
 
 
 def decode_settings(**fields: object) -> DecodeSettings:
-    base: dict[str, object] = {"model": "oracle", "block_size": BLOCK, "num_blocks": 64}
-    return DecodeSettings(**{**base, **fields})  # type: ignore[arg-type]
+    return DecodeSettings(**{**_BASE, **fields})  # type: ignore[arg-type]

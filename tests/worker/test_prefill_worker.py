@@ -163,7 +163,12 @@ async def test_one_job_is_held_beside_the_one_that_fills_the_steps(
     nats: NatsServer, tmp_path: Path
 ) -> None:
     async with open_setup(
-        nats, tmp_path, max_num_batched_tokens=8, step_delay_ms=40, enable_prefix_caching=False
+        nats,
+        tmp_path,
+        max_num_batched_tokens=8,
+        max_num_partial_prefills=1,
+        step_delay_ms=40,
+        enable_prefix_caching=False,
     ) as setup:
         for i in range(4):
             await setup.gateway.publish(state_of(f"r{i}", 1, prompt(80, salt=i)))

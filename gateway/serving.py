@@ -1,0 +1,125 @@
+"""What serving a request means, whoever asked: gRPC and HTTP differ in how they show it.
+
+1. the tenant has a place left among its concurrent requests;
+2. a span and a log record are open from here to the end;
+3. the messages are parsed, each into one Request a choice;
+4. all choices run at once, and their events come in one stream; the first error ends them all.
+"""
+
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+from opentelemetry.trace import SpanKind
+
+from common.errors import InvalidRequest, Overloaded
+from common.telemetry import Carrier, Span, Telemetry
+from common.wire import inference
+from gateway.api_keys import ApiKeys
+from gateway.choices import merge
+from gateway.parser import RequestParser
+from gateway.pipeline import Pipeline
+from gateway.request import Completed, OutputEvent, Request
+from gateway.request_log import Record, recorded
+from gateway.spans import begin_request, end_request
+
+# Choices of one request, over all of its prompts.
+MAX_CHOICES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """``events`` are (index into ``requests``, event)."""
+
+    requests: Sequence[Request]
+    span: Span
+    events: AsyncGenerator[tuple[int, OutputEvent], None]
+
+    @property
+    def shown_id(self) -> str:
+        """The client's own id, or ours."""
+        return self.requests[0].client_request_id or self.requests[0].request_id
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What a client is told before anything else."""
+        own = {"baton-request-id": self.requests[0].request_id}
+        return {**own, "baton-trace-id": self.span.trace_id} if self.span.trace_id else own
+
+
+@dataclass(slots=True)
+class Service:
+    parser: RequestParser
+    pipeline: Pipeline
+    telemetry: Telemetry
+    keys: ApiKeys
+    _num_of_tenant: Counter[str] = field(default_factory=Counter)
+
+    @asynccontextmanager
+    async def serve(
+        self,
+        messages: Sequence[inference.GenerateRequest],
+        tenant: str,
+        parent: Carrier,
+        operation: str,
+        stream: bool = True,
+        time_remaining_s: float | None = None,
+    ) -> AsyncIterator[Exchange]:
+        """``operation``: of gateway/spans.py. Raises InvalidRequest, Overloaded and Unavailable;
+        ``events`` any BatonError."""
+        model = self.parser.facts().name
+        with (
+            self._place(tenant),
+            self.telemetry.span("generate", parent, kind=SpanKind.SERVER) as span,
+            recorded(span.trace_id) as record,
+        ):
+            requests = await self._parse(messages, time_remaining_s, tenant)
+            record.request_id = requests[0].request_id
+            record.num_prompt_tokens = sum(len(r.prompt_ids) for r in requests if r.choice == 0)
+            begin_request(span, operation, model, requests, stream)
+            streams = [self.pipeline.generate(request, span.carrier) for request in requests]
+            async with aclosing(_noted(merge(streams), record)) as events:
+                exchange = Exchange(requests, span, events)
+                yield exchange
+            end_request(span, model, exchange.shown_id, record.ends)
+
+    async def _parse(
+        self,
+        messages: Sequence[inference.GenerateRequest],
+        time_remaining_s: float | None,
+        tenant: str,
+    ) -> list[Request]:
+        num_choices = sum(max(1, message.n) for message in messages)
+        if num_choices > MAX_CHOICES and len(messages) > 1:
+            raise InvalidRequest(
+                "n", f"{num_choices} choices of all prompts, at most {MAX_CHOICES}"
+            )
+        requests: list[Request] = []
+        for message in messages:
+            requests += await self.parser.parse(message, time_remaining_s, tenant)
+        return requests
+
+    @contextmanager
+    def _place(self, tenant: str) -> Iterator[None]:
+        limits = self.keys.limits.get(tenant)
+        limit = None if limits is None else limits.max_concurrent_requests
+        if limit is not None and self._num_of_tenant[tenant] >= limit:
+            raise Overloaded(f"this key may have {limit} requests at the same time")
+        self._num_of_tenant[tenant] += 1
+        try:
+            yield
+        finally:
+            self._num_of_tenant[tenant] -= 1
+            if not self._num_of_tenant[tenant]:
+                del self._num_of_tenant[tenant]
+
+
+async def _noted(
+    events: AsyncGenerator[tuple[int, OutputEvent], None], record: Record
+) -> AsyncGenerator[tuple[int, OutputEvent], None]:
+    async with aclosing(events):
+        async for index, event in events:
+            if isinstance(event, Completed):
+                record.ends.append(event)
+            yield index, event
