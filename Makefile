@@ -34,7 +34,7 @@ check: install
 
 # One process takes all tests of a file, which share what they started. The simulation takes
 # every core by itself; all else runs side by side.
-PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 20
 
 test: install
 	$(PYTEST) -m "not full and not gpu" -n 2 --ignore tests/sim

@@ -176,7 +176,9 @@ class WorkerSettings(ProcessSettings):
     )
     enable_prefix_caching: bool = Field(True, description="reuse blocks of equal prefixes")
     enable_chunked_prefill: bool = Field(True, description="split long prompts over steps")
-    max_num_batched_tokens: int = Field(512, ge=1, description="tokens a step")
+    max_num_batched_tokens: int | None = Field(
+        None, ge=1, description="tokens a step; default: what this machine computes in 250 ms"
+    )
     max_num_seqs: int = Field(256, ge=1, description="sequences a step")
     max_num_partial_prefills: int = Field(
         4, ge=1, description="prompts computed in turns, so that short ones pass long ones"

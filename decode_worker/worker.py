@@ -65,7 +65,7 @@ class DecodeWorker:
         self._runtime = make_runtime(self._on_events)
         self._snapshot = EngineSnapshot(self._runtime, self._refreshed)
         self._kv_events = KvEventPublisher(bus, facts.identity, self._runtime)
-        self._prefill_rates = PrefillRates(settings.max_num_batched_tokens)
+        self._prefill_rates = PrefillRates(facts.step_tokens)
         self._registration = Registration(bus, facts.identity.worker_id, self.describe)
         self._promises = Promises(
             Reservations(facts.num_blocks, settings.decode_lookahead), self._send, self._occupancy

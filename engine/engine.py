@@ -82,6 +82,11 @@ class Engine:
 
     # ------------------------------------------------------------ what a worker asks
 
+    @property
+    def step_tokens(self) -> int:
+        """The most that a step computes."""
+        return self._config.max_num_batched_tokens
+
     def add(self, spec: SequenceSpec) -> None:
         """A sequence to compute here, from its first token: new, prefill_only, or resumed."""
         self._add(spec, is_import=False)

@@ -60,10 +60,10 @@ class PrefillWorker:
         self._runtime = make_runtime(self._on_events)
         self._snapshot = EngineSnapshot(self._runtime, self._refreshed)
         self._kv_events = KvEventPublisher(bus, facts.identity, self._runtime)
-        self._prefill_rates = PrefillRates(settings.max_num_batched_tokens)
+        self._prefill_rates = PrefillRates(facts.step_tokens)
         self._jobs = Jobs(
             facts,
-            Slots(settings.max_num_seqs, settings.max_num_batched_tokens),
+            Slots(settings.max_num_seqs, facts.step_tokens),
             bus,
             exports,
             self._runtime,

@@ -125,6 +125,7 @@ class Process:
             model=self.compute.model.description,
             layout=self.compute.model.layout,
             num_blocks=self.compute.num_blocks,
+            step_tokens=self.compute.engine.step_tokens,
             transports=tuple(transports),
             local_prefill=local_prefill,
             costs=self.compute.model.costs,

@@ -33,6 +33,8 @@ class WorkerFacts:
     layout: KVLayout
     num_blocks: int
     transports: tuple[str, ...]
+    # Tokens that a step of the engine may compute.
+    step_tokens: int
     local_prefill: str = ""
     costs: ModelCosts = field(default_factory=ModelCosts)
 

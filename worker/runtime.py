@@ -14,13 +14,14 @@ from engine.block_pool import BlockPool
 from engine.block_tables import AllocatorKind
 from engine.engine import Engine
 from engine.loop import EngineRuntime, OnEvents
-from engine.model_runner import RunnerConfig, build_runner
+from engine.model_runner import RunnerConfig, TorchRunner, build_runner
 from engine.null_runner import NullRunner
 from engine.oracle import OracleRunner
 from engine.pace import Pace
 from engine.prefix_cache import PrefixCache
 from engine.runner import ModelRunner
 from engine.scheduler import SchedulerConfig
+from engine.step_budget import measured_step_budget
 from kv_transfer.memory import PoolMemory, allocate_pool, sweep_dead_pools
 from kv_transfer.registry import pool_kind
 from worker.identity import WorkerIdentity
@@ -93,7 +94,7 @@ def make_engine(
         clock=clock,
     )
     scheduler = SchedulerConfig(
-        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_batched_tokens=settings.max_num_batched_tokens or _step_tokens(runner, pool),
         max_num_seqs=settings.max_num_seqs,
         max_model_len=model.description.max_model_len,
         enable_chunked_prefill=settings.enable_chunked_prefill,
@@ -103,3 +104,10 @@ def make_engine(
     )
     raises_on_fault = settings.on_ledger_fault == "raise"
     return Engine(runner, pool, scheduler, clock, raises_on_fault)
+
+
+def _step_tokens(runner: ModelRunner, pool: BlockPool) -> int:
+    """What a model without weights takes costs no time worth measuring."""
+    if not isinstance(runner, TorchRunner):
+        return SchedulerConfig().max_num_batched_tokens
+    return measured_step_budget(runner, pool.block_size, pool.num_total + 1)

@@ -14,6 +14,7 @@ CHUNK = ("--max-num-batched-tokens", "16")
 
 
 @pytest.mark.parametrize("chunked", ["--enable-chunked-prefill", "--no-enable-chunked-prefill"])
+@pytest.mark.full
 async def test_one_process_for_both_phases(tmp_path: Path, chunked: str) -> None:
     flags = ["--colocated", "1", "--num-blocks", "128", chunked, *CHUNK]
     async with baton_up(tmp_path, prefill=0, decode=0, flags=flags) as cluster:

@@ -1,6 +1,6 @@
 """A stranger on this machine, without credentials, at every port of a running set-up.
 
-Answered are only: the gateway's public port, Health/Check of any gRPC server, and ``/health`` and
+Answered are only: the gateway's public ports, Health/Check of any gRPC server, and ``/health`` and
 ``/metrics`` of admin ports. And no secret is on a command line, in an environment, in a log or in
 a trace.
 """
@@ -107,7 +107,7 @@ async def test_everything_listens_on_loopback_and_is_known(cluster: Cluster) -> 
     addresses = set().union(*everything.values())
     assert {address.rpartition(":")[0] for address in addresses} == {"127.0.0.1"}
     known = {address for process in cluster.processes for address in (process.grpc, process.admin)}
-    known |= {state(cluster)["supervisor"], otlp_address(cluster)}
+    known |= {cluster.http, state(cluster)["supervisor"], otlp_address(cluster)}
     known |= listening(cluster.child("nats-server"))
     assert known <= addresses
     assert addresses - known == data_ports(cluster)
@@ -203,6 +203,18 @@ async def test_admin_ports_tell_a_stranger_health_and_metrics(cluster: Cluster) 
         for path in ("/", "/docs", "/openapi.json", "//debug/kv", "/debug", "/debug/kv?x=1"):
             assert (await http(process.admin, path))[0] in (307, 401, 404), path
         assert (await http(process.admin, "/debug/none", f"Bearer {cluster.token}"))[0] == 404
+
+
+async def test_the_public_http_port_serves_nothing_of_the_inside(cluster: Cluster) -> None:
+    assert (await http(cluster.http, "/health"))[0] == 200
+    status, metrics = await http(cluster.http, "/metrics")
+    assert status == 200 and not any(secret in metrics for secret in secrets(cluster).values())
+    for page in PAGES:
+        for authorization in (None, f"Bearer {cluster.token}"):
+            status, body = await http(cluster.http, f"/debug/{page}", authorization)
+            assert status == 404 and '"error"' in body, page
+    for path in ("/", "/docs", "/openapi.json"):
+        assert (await http(cluster.http, path))[0] == 404, path
 
 
 async def test_nats_takes_no_stranger(cluster: Cluster) -> None:

@@ -76,6 +76,7 @@ def connected(address: str) -> socket.socket:
 
 
 @pytest.mark.timeout(90)
+@pytest.mark.full
 async def test_a_client_that_never_reads(tmp_path: Any) -> None:
     """Its connection is open and its window closed: the kernel gives it up, the request ends."""
     flags = ["--num-blocks", "512", "--slow-client-s", "1"]

@@ -251,6 +251,7 @@ async def test_many_at_once(smollm2: Cluster) -> None:
     await smollm2.until_clean()
 
 
+@pytest.mark.full
 async def test_retries_until_there_is_a_worker(tmp_path: Any) -> None:
     """503 says when to come back, and the package comes back by itself. After the first byte an
     error is an event, which the package raises."""

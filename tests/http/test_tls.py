@@ -58,6 +58,7 @@ async def test_tls(tmp_path: Path) -> None:
             await ask_grpc(cluster, make_tls_files(tmp_path, "x", make_authority(tmp_path, "y")))
 
 
+@pytest.mark.full
 async def test_mutual_tls(tmp_path: Path) -> None:
     tls = make_tls_files(tmp_path, "public", make_authority(tmp_path))
     of_clients = make_authority(tmp_path, "clients")
@@ -73,6 +74,7 @@ async def test_mutual_tls(tmp_path: Path) -> None:
                 await ask_grpc(cluster, tls, stranger)
 
 
+@pytest.mark.full
 async def test_no_pages_of_others_unless_named(tmp_path: Path) -> None:
     origin, other = "https://app.example", "https://other.example"
     flags = [*FLAGS, "--cors-origin", origin]

@@ -198,6 +198,7 @@ class SimCluster:
             model=model.description,
             layout=model.layout,
             num_blocks=self.num_blocks,
+            step_tokens=engine.step_tokens,
             transports=("loopback",),
             local_prefill=self.local_prefill if role is Role.DECODE else "",
         )

@@ -103,6 +103,7 @@ class Side:
             model=model.description,
             layout=model.layout,
             num_blocks=self.memory.num_blocks - 1,
+            step_tokens=self.engine.step_tokens,
             transports=("loopback",),
         )
 
