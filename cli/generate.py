@@ -20,11 +20,16 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="put the prompt into the model's chat template")
     ] = False,
-    max_tokens: Annotated[int | None, typer.Option(help="tokens to generate at most")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=0, max=1 << 31, help="tokens to generate at most")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
     top_p: Annotated[float | None, typer.Option(help="nucleus of the distribution")] = None,
     top_k: Annotated[int | None, typer.Option(help="most likely tokens; 0 is off")] = None,
-    seed: Annotated[int | None, typer.Option(help="the same seed gives the same answer")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(min=0, max=(1 << 64) - 1, help="the same seed gives the same answer"),
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="ends the answer; may be repeated")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on after eos")] = False,
     address: Address = None,

@@ -293,4 +293,6 @@ def _value(value: AnyValue) -> Value:
     if kind in ("string_value", "bool_value", "int_value", "double_value"):
         plain: Value = getattr(value, kind)
         return plain
+    if kind == "array_value":
+        return ", ".join(str(_value(item)) for item in value.array_value.values)
     return str(value).strip()

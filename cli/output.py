@@ -10,6 +10,9 @@ from rich.table import Table
 
 from common.types import PhasesMs
 
+# Columns where no terminal says how many: ids and addresses stay whole.
+_FILE_WIDTH = 240
+
 
 def print_json(content: Any) -> None:
     """One line on stdout, at once; with --json, nothing else goes there."""
@@ -32,6 +35,7 @@ def print_plain(content: RenderableType) -> None:
     if console.is_terminal:
         console.print(content)
         return
+    console.width = _FILE_WIDTH
     with console.capture() as capture:
         console.print(content)
     lines = capture.get().splitlines()

@@ -21,7 +21,20 @@ from common.wire import supervisor_grpc
 
 _TIMEOUT_S = 10.0
 # Spans are sent in batches: a trace asked for at once may lack its last ones.
-_SETTLE_S = 0.5
+_SETTLE_S = 1.0
+
+
+# Attributes for other tools, of which the tree shows the value under another name.
+_SAID_TWICE = (
+    "gen_ai.latency.",
+    "gen_ai.provider.",
+    "gen_ai.request.id",
+    "gen_ai.request.n",
+    "gen_ai.response.id",
+    "gen_ai.response.model",
+    "gen_ai.usage.completion_tokens",
+    "gen_ai.usage.prompt_tokens",
+)
 
 
 def trace(
@@ -90,6 +103,8 @@ def _label(span: TraceSpan, start_ns: int) -> Text:
     if span.status == "error":
         text.append(f"  {span.error or 'error'}", "red")
     for name, value in span.attributes.items():
+        if name.startswith(_SAID_TWICE):
+            continue
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
         text.append(f"  {name.removeprefix('baton.')}={shown}", "cyan")
     return text

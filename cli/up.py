@@ -17,14 +17,13 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.panel import Panel
 from rich.table import Table
 
 from cli.child import ChildSpec, Ready
 from cli.launch_plan import CHOSEN, MAX_POOL, LaunchPlan, Pools
 from cli.models import prepared
 from cli.otlp import OtlpReceiver
-from cli.output import print_json
+from cli.output import print_json, print_plain
 from cli.progress import Progress
 from cli.run_dir import RunDir, RunState
 from cli.scaling import Scaler
@@ -230,11 +229,12 @@ def _announce(running: Running, as_json: bool) -> None:
         return
     table = Table(box=None, pad_edge=False)
     for column in ("role", "id", "pid", "grpc", "http", "admin"):
-        table.add_column(column, header_style="bold", overflow="fold")
+        table.add_column(column, header_style="bold")
     for ready in (*running.gateways, *running.workers):
         table.add_row(*(ready.role, ready.id, str(ready.pid), ready.grpc, ready.http, ready.admin))
+    print_plain(table)
     console = Console(highlight=False)
-    console.print(Panel(table, title="baton is up", expand=False))
+    console.print()
     console.print(f"logs      {running.log_dir}", soft_wrap=True)
     scheme = "https" if running.public_tls else "http"
     console.print(f"openai    base_url={scheme}://{running.gateways[0].http}/v1", soft_wrap=True)

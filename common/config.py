@@ -159,7 +159,7 @@ class WorkerSettings(ProcessSettings):
     worker_id: str | None = Field(None, description="default: role, host and a start nonce")
     model: str = Field("default", description="prepared model entry (DIR), oracle or null")
     port: int = Field(0, ge=0, le=65535, description="internal gRPC port; 0 means free")
-    device: str = Field("cpu", description="cpu is the only one that works now")
+    device: Literal["cpu"] = Field("cpu", description="cpu is the only one that works now")
     dtype: Literal["float32", "float16", "bfloat16"] = Field("float32", description="activations")
     kernels: Literal["auto", "torch"] = Field(
         "auto", description="attention and matrix products; auto picks torch"

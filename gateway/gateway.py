@@ -5,6 +5,7 @@ a virtual clock; nothing in here can tell.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ from gateway.registry import Expected, WorkerEntry, WorkerRegistry
 from gateway.router import Router
 from gateway.run import Counters, Runs
 from gateway.tokenizer import IdTokenizer
+
+log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 
@@ -195,10 +198,12 @@ class Gateway:
         self.prefill.wake()
 
     def _on_join(self, entry: WorkerEntry) -> None:
+        log.info("worker %s is there", entry.worker_id)
         if entry.report.role == Role.DECODE:
             self.decode.join(entry)
 
     def _on_leave(self, worker_id: str) -> None:
+        log.warning("worker %s is gone: it said so, or said nothing for too long", worker_id)
         self.decode.leave(worker_id)
         self.caches.leave(worker_id)
 

@@ -17,6 +17,7 @@
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 
 from common.config import GatewaySettings
@@ -28,6 +29,7 @@ from common.errors import (
     Unavailable,
 )
 from common.failpoints import hit_async
+from common.logging import about
 from common.telemetry import Carrier, Span, Telemetry
 from common.types import FinishReason, Role
 from common.wire import finish_reason_from_proto, logprobs_from_proto
@@ -47,6 +49,8 @@ from gateway.request_meter import RequestMeter
 from gateway.run import Arrival, Run, Runs
 from gateway.sequence_state import sequence_state
 from gateway.tokenizer import IdTokenizer
+
+log = logging.getLogger(__name__)
 
 # A worker or NATS that refuses at once is not asked again before this.
 RETRY_S = 0.1
@@ -192,12 +196,18 @@ class Pipeline:
 
     def _after_loss(self, run: Run, lost: AttemptLost) -> None:
         """Raises when the request has lost too much to go on."""
+        log.warning(
+            "attempt lost: %s, %d tokens given",
+            lost.reason,
+            len(run.output_ids),
+            extra=about(run.request_id),
+        )
         run.num_failures += lost.counts
         run.num_dead_owners += lost.owner_died
         given = f"; {len(run.output_ids)} tokens were given" if run.output_ids else ""
         if run.num_dead_owners >= 2:
             self._runs.counters.poison += 1
-            raise InternalError(f"two workers died while they held this request{given}")
+            raise InternalError(f"two workers were lost while they held this request{given}")
         if run.num_failures >= self._settings.max_attempts:
             raise Unavailable(f"given up after {run.num_failures} failures{given}")
         if lost.reason not in _STALLS:

@@ -122,4 +122,6 @@ async def _noted(
         async for index, event in events:
             if isinstance(event, Completed):
                 record.ends.append(event)
+            else:
+                record.num_output_tokens += len(event.token_ids)
             yield index, event

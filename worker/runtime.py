@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from common.config import WorkerSettings
-from common.errors import ConfigError
 from engine.block_pool import BlockPool
 from engine.block_tables import AllocatorKind
 from engine.engine import Engine
@@ -43,8 +42,6 @@ class Compute:
 
 def assemble(settings: WorkerSettings, identity: WorkerIdentity) -> Compute:
     """Loads the model and takes the pool's memory; blocking. Raises ConfigError, ModelError."""
-    if settings.device != "cpu":
-        raise ConfigError("device", f"{settings.device!r} is not supported; only cpu is")
     model = model_facts(settings)
     num_blocks = num_pool_blocks(settings, model)
     kind = pool_kind(settings.transport)

@@ -24,7 +24,7 @@ from cli.kv_waste.plot import check_plot
 from cli.output import print_json, print_plain
 from cli.target import Address, gateway_address
 from common.config import read_token
-from common.errors import ConfigError
+from common.errors import ConfigError, Unavailable
 
 _WARM_UP_AT_ONCE = 4
 _AT_ONCE = 8
@@ -119,7 +119,11 @@ def serve(
         sessions = dataset(data, requests + warm_up, seed, prompt, output)
     load = make_load(sessions, warm_up, rate, concurrency, seed)
     server = Server(url, address, model, chat, read_token(api_key_file, "api_key_file"))
-    settings = {"server": url or "Baton, gRPC", "dataset": trace.name if trace else data}
+    kind = "OpenAI, chat" if chat else "OpenAI, completions"
+    settings: dict[str, Any] = {"server": f"{url}, {kind}" if url else "Baton, gRPC"}
+    settings["dataset"] = trace.name if trace else data
+    if trace is None and data == "random":
+        settings |= {"mean_prompt_tokens": prompt, "mean_output_tokens": output}
     limits = {"ttft_target_ms": ttft, "tpot_target_ms": tpot, "seed": seed}
     outcomes = asyncio.run(_play(server, load))
     _tell(outcomes, targets, {**settings, **load.as_json(), **limits}, plot, html, as_json)
@@ -149,6 +153,8 @@ def _tell(
         print_json({"settings": settings, **summary_json(summary)})
     else:
         _print(summary)
+    if not summary.num_ok:
+        raise Unavailable("no request was answered")
 
 
 def make_load(
@@ -179,7 +185,10 @@ def make_load(
 async def _play(server: Server, load: Load) -> list[Outcome]:
     with progress() as steps:
         async with server.target() as target:
-            await run_closed(target, load.warm_up, _WARM_UP_AT_ONCE)
+            warm_up = await run_closed(target, load.warm_up, _WARM_UP_AT_ONCE)
+            if bad := [outcome.reason for outcome in warm_up if outcome.reason]:
+                note = f"{len(bad)} warm-up requests were not answered: {bad[0]}"
+                Console(stderr=True, highlight=False).print(note, style="red", markup=False)
             with steps.step("requests", load.num_requests) as on_end:
                 if load.arrivals is None:
                     return await run_closed(target, load.sessions, load.at_once, on_end)

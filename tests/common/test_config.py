@@ -68,6 +68,7 @@ def test_misspelt_variables_are_refused_and_those_of_others_are_not(
         ({"num_blocks": "x"}, "num_blocks: must be a whole number, not 'x'"),
         ({"block_size": "0"}, "block_size: must be at least 1, not '0'"),
         ({"device": "cpu", "kernels": "triton"}, "kernels: must be 'auto' or 'torch', not"),
+        ({"device": "cuda"}, "device: must be 'cpu', not 'cuda'"),
         ({"local_prefill": "maybe"}, "local_prefill: must be 'never', "),
         ({"reflection": "perhaps"}, "reflection: must be true or false, not 'perhaps'"),
         ({"failpoints": "a=kill"}, "failpoints: need allow_failpoints"),

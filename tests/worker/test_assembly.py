@@ -41,7 +41,6 @@ def test_a_memory_size_is_divided_into_blocks(tmp_path: Path) -> None:
     ("fields", "setting", "says"),
     [
         ({"num_blocks": 1 << 40}, "num_blocks", "bytes"),
-        ({"device": "cuda"}, "device", "only cpu"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_arithmetic(
