@@ -131,7 +131,9 @@ async def run(settings: GatewaySettings) -> int:
         admin_port = await admin.start()
         stack.push_async_callback(admin.stop)
         gateway.admission.tokens_of_tenant.update(keys.max_queued_tokens())
-        service = Service(gateway.parser, gateway.pipeline, telemetry, keys)
+        service = Service(
+            gateway.parser, gateway.pipeline, telemetry, keys, gateway.admission.bounds
+        )
         web = make_http_server(settings, gateway, service, tokenizer)
         http_port = await web.start()
         stack.push_async_callback(web.stop, _HTTP_CLOSE_S)

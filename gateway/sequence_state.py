@@ -17,7 +17,8 @@ def sequence_state(run: Run, attempt: Attempt, now_s: float) -> wire.SequenceSta
         sampling=sampling_to_proto(request.params),
         tenant=request.tenant,
         cache_salt=request.cache_salt,
-        priority=request.priority,
+        # Among tenants the gateway's queue decides; at a worker none may pass another.
+        priority=0 if request.tenant else request.priority,
         remaining_ms=run.remaining_ms(now_s),
         speculation=(
             inference.SPECULATION_UNSPECIFIED if request.speculate else inference.SPECULATION_OFF

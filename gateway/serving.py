@@ -16,6 +16,7 @@ from opentelemetry.trace import SpanKind
 from common.errors import InvalidRequest, Overloaded
 from common.telemetry import Carrier, Span, Telemetry
 from common.wire import inference
+from gateway.admission import Bounds
 from gateway.api_keys import ApiKeys
 from gateway.choices import merge
 from gateway.parser import RequestParser
@@ -26,6 +27,8 @@ from gateway.spans import begin_request, end_request
 
 # Choices of one request, over all of its prompts.
 MAX_CHOICES = 1024
+# Log-probabilities of prompt tokens in one answer, which is built at once.
+MAX_PROMPT_LOGPROBS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Service:
     pipeline: Pipeline
     telemetry: Telemetry
     keys: ApiKeys
+    bounds: Bounds
     _num_of_tenant: Counter[str] = field(default_factory=Counter)
 
     @asynccontextmanager
@@ -90,14 +94,14 @@ class Service:
         time_remaining_s: float | None,
         tenant: str,
     ) -> list[Request]:
+        limit = min(MAX_CHOICES, self.bounds.tenant_requests)
         num_choices = sum(max(1, message.n) for message in messages)
-        if num_choices > MAX_CHOICES and len(messages) > 1:
-            raise InvalidRequest(
-                "n", f"{num_choices} choices of all prompts, at most {MAX_CHOICES}"
-            )
+        if num_choices > limit and len(messages) > 1:
+            raise InvalidRequest("n", f"{num_choices} choices of all prompts, at most {limit}")
         requests: list[Request] = []
         for message in messages:
             requests += await self.parser.parse(message, time_remaining_s, tenant)
+        check_size(requests, self.bounds.tenant_tokens)
         return requests
 
     @contextmanager
@@ -113,6 +117,26 @@ class Service:
             self._num_of_tenant[tenant] -= 1
             if not self._num_of_tenant[tenant]:
                 del self._num_of_tenant[tenant]
+
+
+def check_size(requests: Sequence[Request], max_tokens: int) -> None:
+    """Refuses what could never be let in, and an answer too large to be built at once."""
+    num_tokens = sum(len(request.prompt_ids) for request in requests)
+    if num_tokens > max_tokens and len(requests) > 1:
+        raise InvalidRequest(
+            "prompt", f"{num_tokens} tokens over all choices, at most {max_tokens}"
+        )
+    num_logprobs = sum(
+        len(request.prompt_ids) * (1 + request.params.prompt_logprobs)
+        for request in requests
+        if request.params.prompt_logprobs is not None
+    )
+    if num_logprobs > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            "prompt_logprobs",
+            f"{num_logprobs} values over all choices, at most {MAX_PROMPT_LOGPROBS}; "
+            "send shorter or fewer prompts, or n = 1",
+        )
 
 
 async def _noted(

@@ -26,8 +26,10 @@ TENANT, BODY = "baton.tenant", "baton.body"
 _WHOLE = "baton.whole"
 # Asked by balancers and benchmarks, which have no key.
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/version"})
-# Bodies being read at the same time, all together; at least a few of the largest.
+# Bodies being read at the same time, all together; at least a few of the largest. What is small
+# does not count, so that slow large bodies keep no small one out: connections bound those.
 _MAX_BUFFERED_BYTES = 32 << 20
+_SMALL_BYTES = 1 << 16
 # How long a refused body is still read, so that its sender gets to the answer.
 _DISCARD_S = 2.0
 
@@ -79,16 +81,18 @@ class Edge:
         if declared.isdigit() and int(declared) > self._max_body_bytes:
             raise self._too_large()
         body = bytearray()
-        size = 0
+        size = counted = 0
         try:
             async with asyncio.timeout(self._read_timeout_s):
                 async for part in _parts(receive):
                     size += len(part)
-                    self._buffered_bytes += len(part)
                     body += part
+                    if size > _SMALL_BYTES:
+                        self._buffered_bytes += size - counted
+                        counted = size
                     if size > self._max_body_bytes:
                         raise self._too_large()
-                    if self._buffered_bytes > self._max_buffered_bytes:
+                    if counted and self._buffered_bytes > self._max_buffered_bytes:
                         raise Overloaded("too many large requests at the same time")
         except TimeoutError:
             raise HttpError(408, f"the body was not here in {self._read_timeout_s:g} s") from None
@@ -97,7 +101,7 @@ class Edge:
         finally:
             # What was raised keeps this frame until the refusal is over, but not its megabytes.
             body.clear()
-            self._buffered_bytes -= size
+            self._buffered_bytes -= counted
 
     def _too_large(self) -> HttpError:
         return HttpError(413, f"the body may have at most {self._max_body_bytes} bytes")

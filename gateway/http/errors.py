@@ -72,6 +72,10 @@ def error_response(error: BatonError) -> JSONResponse:
     return JSONResponse(error_body(error), status_of(error), headers)
 
 
+# Longer than the name of any field that is known.
+MAX_NAME_CHARS = 64
+
+
 def invalid(error: ValidationError) -> InvalidRequest:
     """The first thing that does not fit a schema; nothing of what was sent is in its text."""
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
@@ -81,6 +85,8 @@ def invalid(error: ValidationError) -> InvalidRequest:
         )
     field = ""
     for part in first["loc"]:
+        if len(str(part)) > MAX_NAME_CHARS:
+            break  # a client's own key
         if isinstance(part, int):
             field += f"[{part}]"
         elif part.islower():  # else how pydantic names the member of a union
@@ -94,5 +100,5 @@ def invalid(error: ValidationError) -> InvalidRequest:
 _UNIONS = {
     "prompt": "a text, token ids, or a list of at most 1024 of either",
     "stop": "a text or a list of texts",
-    "content": "a text or a list of parts",
+    "content": "a text or a list of at most 1024 parts",
 }

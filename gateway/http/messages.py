@@ -101,7 +101,9 @@ def num_choices(body: Generation) -> int:
 
 
 def _sampling(body: Generation) -> inference.SamplingParams:
-    refuse_unsupported(body.model_extra or {}, num_choices(body))
+    extra = body.model_extra or {}
+    refuse_unsupported(extra, num_choices(body))
+    extra.clear()  # a body lives as long as its answer, and may have megabytes of these
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options", "is for streams only; set stream: true")
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
@@ -150,7 +152,9 @@ def _chat(messages: list[Message], body: ChatBody | TokenizeBody) -> inference.C
 
 def _content(index: int, message: Message) -> str:
     """Text parts one to a line, as vLLM joins them."""
-    refuse_in_message(index, message.model_extra or {})
+    extra = message.model_extra or {}
+    refuse_in_message(index, extra)
+    extra.clear()
     if message.content is None or isinstance(message.content, str):
         return message.content or ""
     texts = []

@@ -89,6 +89,8 @@ class Routes:
         facts = self.service.parser.facts()
         content = {"count": len(ids), "max_model_len": facts.max_model_len, "tokens": ids}
         if body.return_token_strs:
+            if len(ids) > facts.max_model_len:
+                raise InvalidRequest("return_token_strs", f"at most {facts.max_model_len} tokens")
             content["token_strs"] = [self.tokenizer.token_text(token_id) for token_id in ids]
         return JSONResponse(content)
 

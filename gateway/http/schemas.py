@@ -13,6 +13,7 @@ from typing_extensions import TypeAliasType
 from gateway.http.errors import invalid
 
 MAX_MESSAGES = 1 << 14
+MAX_PARTS = 1024
 MAX_PROMPTS = 1024
 _UINT32 = (1 << 32) - 1
 
@@ -98,7 +99,9 @@ class ContentPart(BaseModel):
     text: str | None = None
 
 
-Parts = TypeAliasType("Parts", Annotated[list[ContentPart], FailFast()])
+Parts = TypeAliasType(
+    "Parts", Annotated[list[ContentPart], FailFast(), Field(max_length=MAX_PARTS)]
+)
 
 
 class Message(BaseModel):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.errors import Unsupported
+from gateway.http.errors import MAX_NAME_CHARS
 
 # Field: the values, beside null, with which it asks for nothing.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
@@ -55,7 +56,7 @@ def refuse_unsupported(extra: Mapping[str, Any], n: int) -> None:
     """``extra``: the fields of a body that no schema has. Raises Unsupported."""
     for name, value in extra.items():
         if name.startswith(_PREFIX) or name in _DEFAULTS:
-            _refuse(name, value, _DEFAULTS.get(name, ()))
+            _refuse(name[:MAX_NAME_CHARS], value, _DEFAULTS.get(name, ()))
     _refuse("best_of", extra.get("best_of"), (n,))
 
 

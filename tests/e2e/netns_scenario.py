@@ -64,7 +64,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         "prefill": [*shared, "--host", HERE, "--advertise-host", HERE, *WORKER, *insecure],
         "decode": [
             *(*shared, "--host", "0.0.0.0", "--advertise-host", THERE),
-            *(*WORKER, *insecure, *SLOW_COPY),
+            *(*WORKER, *insecure, *SLOW_COPY, "--local-prefill", "never"),
         ],
         "gateway": [*shared, "--host", HERE, "--grpc-port", "0", "--http-port", "0"],
     }

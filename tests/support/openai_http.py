@@ -10,7 +10,7 @@ import httpx2
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # What the official package would parse each kind of object to.
 TYPES: dict[str, Any] = {
