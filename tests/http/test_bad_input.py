@@ -346,3 +346,15 @@ async def test_many_large_bodies_share_one_bound(oracle: Cluster) -> None:
     async with nobody_notices(oracle, MAX_GROWTH_OF_MANY_BYTES):
         found = await asyncio.gather(*(raw(oracle, *parts) for _ in range(150)))
     assert {status for status, _ in found} <= {408, 429}
+
+
+async def test_slow_large_bodies_keep_no_small_one_out(oracle: Cluster) -> None:
+    """As many as take all the memory there is for bodies, and wait."""
+    parts = (head(**{"content-length": MAX_BODY_BYTES}), b"x" * (MAX_BODY_BYTES - 64))
+    slow = asyncio.gather(*(raw(oracle, *parts) for _ in range(40)))
+    async with http_client(oracle.http) as client:
+        await asyncio.sleep(READ_TIMEOUT_S / 2)
+        body = {"prompt": PROMPT, "max_tokens": 1}
+        found = [await client.post(COMPLETIONS, json=body) for _ in range(3)]
+    assert 408 in {status for status, _ in await slow}
+    assert [response.status_code for response in found] == [200] * 3
