@@ -162,7 +162,7 @@ class NatsBus:
         self._subscriptions.append((subject, receive))
         if self.connected:  # else the next client subscribes it
             await mapped(self._client.subscribe(subject, cb=receive))
-            await mapped(self._client.flush(timeout=CALL_S))
+            await mapped(_flush(self._client))
 
     def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._reconnect_callbacks.append(callback)
@@ -314,7 +314,7 @@ class NatsBus:
                 await client.subscribe(subject, cb=receive)
                 num_done += 1
             # In force once the server has answered; meanwhile others may have been added.
-            await client.flush(timeout=CALL_S)
+            await _flush(client)
 
     async def _keep_link(self) -> None:
         while True:
@@ -369,6 +369,16 @@ class NatsBus:
         msg = await fetching
         if msg is not None and self.connected:
             await msg.nak()
+
+
+async def _flush(client: nats.NATS) -> None:
+    """Returns once the server has taken all that ``client`` has sent.
+
+    nats-py writes the PING of a flush past the commands that still wait for its flusher; by the
+    first PONG the flusher has run, so that the second PING is behind them.
+    """
+    for _ in range(2):
+        await client.flush(timeout=CALL_S)
 
 
 async def _run(callback: Callable[[], Awaitable[None]]) -> None:

@@ -56,6 +56,17 @@ async def test_request_reply_with_headers(server: NatsServer) -> None:
         assert got == b"x-tp"
 
 
+async def test_a_subscription_is_in_force_when_subscribe_returns(server: NatsServer) -> None:
+    async with connected(server, "a") as asker, connected(server, "b") as answerer:
+
+        async def answer(message: Message) -> None:
+            await message.reply(b"y")
+
+        for i in range(300):
+            await answerer.subscribe(f"baton.gw.g{i}.accept", answer)
+            assert await asker.request(f"baton.gw.g{i}.accept", b"x", 1.0) == b"y"
+
+
 async def test_handlers_run_side_by_side(server: NatsServer) -> None:
     async with connected(server, "a") as bus:
         arrived, release = [], asyncio.Event()
