@@ -26,8 +26,9 @@ from cli.bench.workloads import CHAT, conversations
 SEED = 23
 CONCURRENCY = 6
 NUM_BLOCKS = 4096
-# A step of the null model, so that turns of different chats overlap as they would.
+# Of the null model: turns of different chats overlap as they would, and prompts cost time.
 STEP_MS = 2
+TOKEN_US = 50
 BOUND = 0.4
 ROUTINGS = {"prefix-aware": "auto", "random": "random"}
 
@@ -36,6 +37,7 @@ async def bench_routing(routing: str, num_sessions: int) -> dict[str, Any]:
     flags = (
         "--model", "null", "--prefill", "2", "--decode", "2", "--routing", routing,
         "--num-blocks", str(NUM_BLOCKS), "--step-delay-ms", str(STEP_MS),
+        "--token-delay-us", str(TOKEN_US),
     )  # fmt: skip
     sessions = conversations(num_sessions, SEED, CHAT)
     async with baton(*flags) as setup, setup.target() as target:
@@ -89,6 +91,8 @@ async def measure(num_sessions: int) -> dict[str, Any]:
             "at_once": CONCURRENCY,
             "turns": CHAT.num_turns,
             "blocks_a_worker": NUM_BLOCKS,
+            "step_ms": STEP_MS,
+            "prompt_token_us": TOKEN_US,
             "seed": SEED,
         },
         "routing": found,

@@ -194,6 +194,7 @@ class WorkerSettings(ProcessSettings):
     lease_s: float = Field(10.0, gt=0, description="life of an offer without renewal")
     drain_budget_s: float = Field(60.0, ge=0, description="time to finish after SIGTERM")
     step_delay_ms: float = Field(0.0, ge=0, description="oracle and null runners: pace of a step")
+    token_delay_us: float = Field(0.0, ge=0, description="oracle and null runners: a prompt token")
     oracle_vocab_size: int = Field(512, ge=2, le=65536, description="oracle runner's vocabulary")
 
 

@@ -52,7 +52,7 @@ class NullRunner:
         return VOCAB_SIZE
 
     def launch(self, batch: Batch) -> _Step:
-        return _Step(self, batch.rows, self._pace.launch())
+        return _Step(self, batch.rows, self._pace.launch(batch.rows))
 
     def copy_block(self, source: int, target: int) -> None:
         """There is no KV to copy."""

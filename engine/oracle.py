@@ -162,7 +162,7 @@ class OracleRunner:
 
     def launch(self, batch: Batch) -> _Step:
         rows = [_Row(row, list(row.block_ids)) for row in batch.rows]
-        return _Step(self, rows, self._pace.launch())
+        return _Step(self, rows, self._pace.launch(batch.rows))
 
     def copy_block(self, source: int, target: int) -> None:
         self._kv[target] = self._kv[source]

@@ -12,9 +12,9 @@ from gateway.registry import WorkerEntry, WorkerRegistry
 from gateway.router import Router
 from gateway.run import Run, Runs
 
-# A cached block of the prompt is one that need not be copied, and one that is not computed if the
-# worker computes the prompt itself; a free block is only room.
-_HELD_WEIGHT = 2
+# A cached block of the prompt is one that need not be copied or computed; a free block is only
+# room, and a load that is uneven by some blocks costs nothing while there is room.
+_HELD_WEIGHT = 8
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +88,8 @@ class DecodePool:
 
     def candidates(self, run: Run, prefer_local: bool) -> list[DecodeLink]:
         """Links that could take the run, best first: not one that lost its KV before, fewest
-        requests waiting for room, best `_fit`. ``prefer_local``: only those that compute prompts
-        themselves, if there are any."""
+        requests waiting for room, room for the prompt, best `_fit`. ``prefer_local``: only those
+        that compute prompts themselves, if there are any."""
         links = []
         for worker_id, link in self.links.items():
             entry = self.registry.entries.get(worker_id)
@@ -99,9 +99,13 @@ class DecodePool:
         if prefer_local:
             links = [link for link in links if self.is_local(link)] or links
         preferred = [link for link in links if link.worker_id not in run.excluded_decode]
+        num_blocks = -(-run.num_tokens // max(1, self.registry.block_size))
         return sorted(
-            preferred or links, key=lambda link: (link.num_reserving, -self._fit(run, link))
-        )
+            preferred or links,
+            key=lambda link: (
+                link.num_reserving, link.headroom < num_blocks, -self._fit(run, link)
+            ),
+        )  # fmt: skip
 
     def _fit(self, run: Run, link: DecodeLink) -> int:
         """In blocks: room, less the block that each running sequence will soon ask for, plus what

@@ -1,19 +1,20 @@
 """Whether a decode worker computes a prompt itself, or gets its KV from a prefill worker.
 
-With room promised on a decode worker, both ways are estimated in seconds, in delays caused to
-anybody:
+With room promised on a decode worker, both ways are estimated in seconds:
 
 ::
 
-    here   (queued + n) / rate  +  running * n / rate      n: tokens not cached on this worker;
-                                                            each stream running here waits, too
+    here   (queued + n) / rate                              n: tokens not cached on this worker
     there  (queued + m) / rate  +  blocks * block bytes / transfer rate  +  HAND_OFF_S
                                                             m: the best prefill worker's
 
-Rates are what the workers measured and report. ``here`` must be cheaper by `_MARGIN`, and is only
-considered for short work, or for a prompt most of which is cached here (the next turn of a chat):
-long prompts stay away from running streams whatever the estimate says. A threshold set by hand
-takes the place of all this. Every decision has a reason, in the trace and in a counter.
+Rates are what the workers measured and report. The streams that run here wait n / rate as well, all
+at the same time, in the steps that compute the prompt; therefore ``here`` must be cheaper by
+`_MARGIN`, and is only considered for short work, or for a prompt most of which is cached here (the
+next turn of a chat): long prompts stay away from running streams whatever the estimate says.
+
+A threshold set by hand takes the place of all this. Every decision has a reason, in the trace and
+in a counter.
 """
 
 from collections import Counter
@@ -85,8 +86,7 @@ class LocalPrefillRule:
         rate = entry.report.load.prefill_tokens_per_s or self._prefill_rate()
         if there_s is None or not rate:
             return Reason.UNMEASURED
-        load = entry.report.load
-        here_s = (load.queued_tokens + num_uncached * (1 + load.running)) / rate
+        here_s = self.router.cost(run, entry) / rate
         return Reason.CHEAPER_HERE if here_s * _MARGIN < there_s else Reason.CHEAPER_THERE
 
     def _there_s(self, run: Run, decode: WorkerEntry) -> float | None:

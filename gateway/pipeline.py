@@ -302,22 +302,24 @@ class Pipeline:
             raise attempt.lost or AttemptLost("worker_lost")
         now = asyncio.get_running_loop().time()
         link.start(attempt, wire.Start(sequence=sequence_state(run, attempt, now), offer=offer))
+        self._decode.router.sent(run, link.worker_id)
         span.set("baton.decode_worker", link.worker_id)
         if offer is None:
-            return await self._stream(run, output)
+            return await self._stream(run, output, link)
         try:
             async with self._offers.kept(offer):
-                return await self._stream(run, output)
+                return await self._stream(run, output, link)
         except BaseException:
             if attempt.decode_usage is None:
                 self._offers.release(offer)
             raise
 
-    async def _stream(self, run: Run, output: Output) -> Finish:
+    async def _stream(self, run: Run, output: Output, link: DecodeLink) -> Finish:
         while True:
             await run.wait_change()
             finish = self._emit(run, output)
             if finish is not None:
+                self._decode.router.sent(run, link.worker_id)
                 return finish
             await asyncio.sleep(self._settings.flush_interval_s)
 

@@ -222,6 +222,7 @@ class PrefillDispatch:
             attempt.owner = owner
             num_tokens = self._router.num_uncached(run, owner.worker_id)
             self._registry.granted(run.request_id, attempt.number, owner.worker_id, num_tokens)
+            self._router.sent(run, owner.worker_id)
             attempt.changed.set()
         elif attempt.owner != owner:
             return wire.AcceptReply(reason="owned")

@@ -13,7 +13,7 @@ workers look whole keys up in their own caches. Sans IO; gateway/cache_follower.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from common.wire import worker as wire
@@ -124,13 +124,16 @@ class PrefixIndex:
         cache = self._caches.get(worker_id)
         return None if cache is None else cache.epoch
 
-    def num_held(self, worker_id: str, keys: Sequence[int]) -> int:
-        """How many of a prompt's leading blocks the worker has cached; ``keys`` in their order."""
+    def num_held(
+        self, worker_id: str, keys: Sequence[int], expected: Set[int] = frozenset()
+    ) -> int:
+        """How many of a prompt's leading blocks the worker has cached, or is ``expected`` to;
+        ``keys`` in their order."""
         cache = self._caches.get(worker_id)
         if cache is None or not cache.in_step:
             return 0
         for number, key in enumerate(keys):
-            if key not in cache.keys:
+            if key not in cache.keys and key not in expected:
                 return number
         return len(keys)
 

@@ -196,9 +196,12 @@ class WorkerRegistry:
     # ------------------------------------------------------------ questions
 
     def queued_tokens(self, entry: WorkerEntry) -> int:
-        """What a prefill worker still has to compute, by its report or by our own grants."""
+        """Of prompts that a worker still has to compute, by our own grants or by its report, which
+        is up to a second old: it has gone on at its rate since."""
         granted = (g.num_tokens for g in self._granted.values() if g.worker_id == entry.worker_id)
-        return max(entry.report.load.queued_tokens, sum(granted))
+        load = entry.report.load
+        done = load.prefill_tokens_per_s * (self.clock() - entry.heard_s)
+        return max(0, int(load.queued_tokens - done), sum(granted))
 
     def ready(self, role: Role) -> list[WorkerEntry]:
         return [e for e in self.entries.values() if e.report.role == role and e.ready]

@@ -1,9 +1,10 @@
 """Which worker a request goes to: what there is to compute there, and what is queued there already.
 
 For prefill the cost of a worker, in tokens, is the part of the prompt that it has not cached plus
-what it still has to compute for others. The load is the larger of what the worker reports and of
-what this gateway was granted there and has had no ticket for: the report is up to a second old, and
-knows other gateways' work. Both belong to the worker's epoch, and are zero when it is idle.
+what it still has to compute for others. The load is the larger of what must be left of what the
+worker reported and of what this gateway was granted there and has had no ticket for: the report is
+up to a second old, and knows other gateways' work. Both belong to the worker's epoch, and are zero
+when it is idle.
 """
 
 import random
@@ -11,7 +12,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from common.block_keys import chain_keys, key_prefix, root_key
-from common.types import Role
+from common.types import Role, TokenId
+from gateway.expected_prefixes import ExpectedPrefixes
 from gateway.prefix_index import PrefixIndex
 from gateway.registry import WorkerEntry, WorkerRegistry
 from gateway.run import Run
@@ -37,6 +39,7 @@ class Router:
         self._registry = registry
         self._index = index
         self._rng = random.Random(seed)
+        self._expected = ExpectedPrefixes(registry.clock)
 
     def targets(self, run: Run) -> list[str]:
         """Prefill workers to ask for, best first. None where any is as good as another: the
@@ -54,7 +57,7 @@ class Router:
         return sorted(costs, key=costs.__getitem__)[:_MAX_TARGETS]
 
     def cost(self, run: Run, entry: WorkerEntry) -> int:
-        """Tokens that a prefill worker has to compute until it has done this one too."""
+        """Tokens that a worker has to compute until it has done this one too."""
         return self.num_uncached(run, entry.worker_id) + self._registry.queued_tokens(entry)
 
     def num_uncached(self, run: Run, worker_id: str) -> int:
@@ -66,7 +69,14 @@ class Router:
         """Leading blocks of the prompt that the worker has cached and can use."""
         if self._mode != "auto":
             return 0
-        return self._index.num_held(worker_id, self._keys(run))
+        return self._index.num_held(worker_id, self._keys(run), self._expected.of(worker_id))
+
+    def sent(self, run: Run, worker_id: str) -> None:
+        """The worker computes the run's prompt, or has got its KV and decoded what there is."""
+        if self._mode != "auto":
+            return
+        keys = self._chain(run, run.output_ids) if run.output_ids else self._keys(run)
+        self._expected.expect(worker_id, keys)
 
     def _keys(self, run: Run) -> Sequence[int]:
         request, registry = run.request, self._registry
@@ -74,7 +84,11 @@ class Router:
         if request.params.prompt_logprobs is not None or not registry.block_size:
             return ()
         if run.key_prefixes is None:
-            root = root_key(registry.fingerprint, request.tenant, request.cache_salt)
-            keys = chain_keys(root, request.prompt_ids, registry.block_size)
-            run.key_prefixes = tuple(map(key_prefix, keys))
+            run.key_prefixes = self._chain(run)
         return run.key_prefixes
+
+    def _chain(self, run: Run, output_ids: Sequence[TokenId] = ()) -> tuple[int, ...]:
+        request, registry = run.request, self._registry
+        root = root_key(registry.fingerprint, request.tenant, request.cache_salt)
+        ids = (*request.prompt_ids, *output_ids)
+        return tuple(map(key_prefix, chain_keys(root, ids, registry.block_size)))

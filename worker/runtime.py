@@ -73,7 +73,7 @@ def make_engine(
     """``clock`` and ``sleep`` are the engine thread's; a simulation gives its own."""
     runner: ModelRunner
     on_free: Callable[[Sequence[int]], None] | None = None
-    pace = Pace(settings.step_delay_ms / 1000, clock, sleep)
+    pace = Pace(settings.step_delay_ms / 1e3, clock, sleep, settings.token_delay_us / 1e6)
     if model.entry is not None:
         config = RunnerConfig(settings.dtype, settings.device, settings.kernels)
         runner = build_runner(config, model.entry.directory, memory.tensor)

@@ -9,6 +9,7 @@ import torch
 from support.engines import GREEDY, SEEDED, VOCAB_SIZE, Rig, prompt_of, spec_of
 
 from common.types import SequenceId, SequenceSpec
+from engine.batch import BatchRow
 from engine.block_pool import BlockPool
 from engine.engine import Engine
 from engine.null_runner import VOCAB_SIZE as NULL_VOCAB_SIZE
@@ -86,13 +87,16 @@ def test_pace() -> None:
         slept.append(duration_s)
 
     pace = Pace(0.5, lambda: now_s, sleep)
-    first, second = pace.launch(), pace.launch()
+    first, second = pace.launch([]), pace.launch([])
     assert (first, second) == (100.5, 101.0)
     pace.wait(first)
     pace.wait(second)
     assert slept == [0.5, 0.5]
     pace.wait(first)
     assert slept == [0.5, 0.5]
+    pace = Pace(0.5, lambda: now_s, sleep, token_delay_s=0.25)
+    rows = [BatchRow(SequenceId(1), [7], 4, [1]), BatchRow(SequenceId(2), [7, 7, 7], 0, [2])]
+    assert pace.launch(rows) == now_s + 1.0
 
 
 def process_ms_a_step(runner: ModelRunner, num_sequences: int, num_tokens: int) -> float:

@@ -119,6 +119,41 @@ def test_own_grants_count_until_they_are_settled_or_the_epoch_ends() -> None:
     assert fleet.registry.queued_tokens(fleet.registry.entries["a"]) == 0
 
 
+def test_a_queue_that_was_reported_is_worked_off_meanwhile() -> None:
+    fleet = Fleet()
+    fleet.worker("a", queued_tokens=100, prefill_tokens_per_s=80.0)
+    fleet.worker("b", queued_tokens=60)
+    assert fleet.router.targets(make_run(10)) == ["b", "a"]
+    fleet.now_s = 1.0
+    assert fleet.router.targets(make_run(10)) == ["a", "b"]
+    assert fleet.registry.queued_tokens(fleet.registry.entries["a"]) == 20
+    fleet.now_s = 2.0
+    assert fleet.registry.queued_tokens(fleet.registry.entries["a"]) == 0
+
+
+def test_what_was_sent_to_a_worker_is_expected_there_until_events_had_time_to_come() -> None:
+    fleet = Fleet()
+    fleet.worker("p")
+    fleet.worker("d", "decode")
+    run = make_run(40)
+    fleet.router.sent(run, "p")
+    run.output_ids = list(prompt(100)[40:])
+    fleet.router.sent(run, "d")
+    again = make_run(100)
+    assert (fleet.router.num_held(again, "p"), fleet.router.num_held(again, "d")) == (2, 6)
+    assert fleet.router.num_held(make_run(16), "x") == 0
+    fleet.now_s = 1.9
+    fleet.worker("d", "decode", held=prompt(48))
+    assert fleet.router.num_held(again, "d") == 6
+    fleet.now_s = 2.0
+    assert (fleet.router.num_held(again, "p"), fleet.router.num_held(again, "d")) == (0, 3)
+    for mode in ("load", "random"):
+        other = Fleet(mode)
+        other.worker("p")
+        other.router.sent(run, "p")
+        assert other.router.num_held(again, "p") == 0
+
+
 def test_without_events_load_alone_decides() -> None:
     for mode, lost in (("load", False), ("auto", True)):
         fleet = Fleet(mode)
@@ -211,11 +246,15 @@ async def test_decode_placement_weighs_room_and_running_sequences_and_prefix() -
     def order(run: Run) -> list[str]:
         return [link.worker_id for link in pool.candidates(run, prefer_local=False)]
 
-    # 100 - 10, 90 - 4, 90 - 9 + twice the blocks held.
+    # 100 - 10, 90 - 4, 90 - 9 + eight times the blocks held.
     assert order(make_run(10)) == ["a", "b", "c"]
-    assert order(make_run(64)) == ["a", "c", "b"]
+    assert order(make_run(16)) == ["a", "c", "b"]
+    assert order(make_run(32)) == ["c", "a", "b"]
     pool.links["a"].blocks_free = 20
-    assert order(make_run(64)) == ["c", "b", "a"]
+    assert order(make_run(16)) == ["c", "b", "a"]
+    # Who has no room for it comes last, whatever is cached there.
+    pool.links["c"].blocks_free = 3
+    assert order(make_run(64)) == ["b", "a", "c"]
     await asyncio.sleep(0)
 
 
@@ -235,8 +274,6 @@ MEASURED = {"prefill_tokens_per_s": 1000.0}
         ("auto", 5, MEASURED, MEASURED, 0, Reason.CHEAPER_THERE),
         ("auto", 5, MEASURED | {"queued_tokens": 1}, MEASURED, 0, Reason.CHEAPER_HERE),
         ("auto", 3, MEASURED, MEASURED, 0, Reason.CHEAPER_HERE),
-        # A stream that runs here would wait for it too.
-        ("auto", 3, MEASURED, MEASURED | {"running": 1}, 0, Reason.CHEAPER_THERE),
         ("auto", 3, MEASURED, MEASURED | {"queued_tokens": 9}, 0, Reason.CHEAPER_THERE),
         # A worker that has computed no prompt yet is taken to be as fast as the others.
         ("auto", 3, MEASURED, {}, 0, Reason.CHEAPER_HERE),
