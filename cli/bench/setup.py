@@ -31,6 +31,7 @@ class Setup:
         self._state = state
         self._token = read_secret(Path(state.token_file), "token_file")
         self.grpc = state.grpc[0]
+        (self.http, *_) = (str(p["http"]) for p in state.processes if p["role"] == "gateway")
 
     @asynccontextmanager
     async def target(self) -> AsyncIterator[GrpcTarget]:
