@@ -6,7 +6,7 @@ named ``x_from_proto`` raises InvalidRequest where a peer sent a value that this
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from typing import Any
 
 from baton.v1 import inference_pb2 as inference
 from baton.v1 import inference_pb2_grpc as inference_grpc
@@ -64,6 +64,11 @@ INFERENCE_SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].fu
 DECODE_SERVICE = worker.DESCRIPTOR.services_by_name["DecodeService"].full_name
 KV_TRANSFER_SERVICE = worker.DESCRIPTOR.services_by_name["KVTransferService"].full_name
 SUPERVISOR_SERVICE = supervisor.DESCRIPTOR.services_by_name["SupervisorService"].full_name
+
+
+def _fields(record: Usage | PhasesMs | ModelDescription | KVLayout | BlockCounts) -> dict[str, Any]:
+    """By name. Not `asdict`, which copies deeply: these are part of every report."""
+    return {name: getattr(record, name) for name in record.__dataclass_fields__}
 
 
 # ---------------------------------------------------------------- sampling and its results
@@ -160,7 +165,7 @@ def finish_reason_from_proto(value: inference.FinishReason) -> FinishReason | No
 
 
 def usage_to_proto(usage: Usage) -> inference.Usage:
-    return inference.Usage(**asdict(usage))
+    return inference.Usage(**_fields(usage))
 
 
 def usage_from_proto(message: inference.Usage) -> Usage:
@@ -168,7 +173,7 @@ def usage_from_proto(message: inference.Usage) -> Usage:
 
 
 def phases_to_proto(phases: PhasesMs) -> inference.PhasesMs:
-    return inference.PhasesMs(**asdict(phases))
+    return inference.PhasesMs(**_fields(phases))
 
 
 def phases_from_proto(message: inference.PhasesMs) -> PhasesMs:
@@ -191,7 +196,7 @@ def block_counts_from_proto(message: inference.BlockCounts) -> BlockCounts:
 
 
 def model_to_proto(model: ModelDescription) -> worker.ModelDescription:
-    return worker.ModelDescription(**asdict(model))
+    return worker.ModelDescription(**_fields(model))
 
 
 def model_from_proto(message: worker.ModelDescription) -> ModelDescription:
@@ -205,7 +210,7 @@ def model_from_proto(message: worker.ModelDescription) -> ModelDescription:
 
 
 def layout_to_proto(layout: KVLayout) -> worker.KVLayout:
-    return worker.KVLayout(**asdict(layout))
+    return worker.KVLayout(**_fields(layout))
 
 
 def layout_from_proto(message: worker.KVLayout) -> KVLayout:

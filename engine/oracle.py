@@ -24,7 +24,7 @@ from common.types import KVLayout, SamplingParams, SequenceId, TokenId, TokenLog
 from engine.batch import IN_FLIGHT, Batch, BatchRow, RowResult, SampleRequest
 from engine.logprobs import token_logprobs
 from engine.pace import Pace
-from engine.sampler import sample
+from engine.sampler import Sampled, sample
 
 Words = npt.NDArray[np.uint64]
 
@@ -100,6 +100,13 @@ def _logits(seeds: Sequence[int], vocab_size: int) -> npt.NDArray[np.float32]:
     return logits
 
 
+def _choose(
+    seeds: Sequence[int], requests: Sequence[SampleRequest], vocab_size: int
+) -> list[Sampled]:
+    """The token after each seed."""
+    return sample(torch.from_numpy(_logits(seeds, vocab_size)), requests)
+
+
 def reference_ids(
     prompt_ids: Sequence[TokenId],
     params: SamplingParams,
@@ -111,9 +118,9 @@ def reference_ids(
     token_ids = [*prompt_ids, *output_ids]
     hasher = hashlib.sha256(token_kv(token_ids, 0).tobytes())
     while len(token_ids) - len(prompt_ids) < params.max_tokens:
-        logits = _logits([_digest_seed(hasher.copy(), len(token_ids))], vocab_size)
+        seed = _digest_seed(hasher.copy(), len(token_ids))
         request = SampleRequest(params, len(prompt_ids), len(token_ids), token_ids)
-        token_id = sample(torch.from_numpy(logits), [request])[0].token_id
+        token_id = _choose([seed], [request], vocab_size)[0].token_id
         hasher.update(token_kv([token_id], len(token_ids)).tobytes())
         token_ids.append(token_id)
         num_output = len(token_ids) - len(prompt_ids)
@@ -187,8 +194,8 @@ class OracleRunner:
                 seeds.append(_seed(self._read(row)))
         self._sampled = {}
         if requests:
-            logits = torch.from_numpy(_logits(seeds, self._vocab_size))
-            for index, sampled in zip(sampling, sample(logits, requests), strict=True):
+            chosen = _choose(seeds, requests, self._vocab_size)
+            for index, sampled in zip(sampling, chosen, strict=True):
                 result = results[index]
                 result.token_ids = (sampled.token_id,)
                 result.logprobs = () if sampled.logprobs is None else (sampled.logprobs,)

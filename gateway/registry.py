@@ -126,6 +126,8 @@ class WorkerRegistry:
             return LayoutMismatch(
                 "model.fingerprint", peer.report.model.fingerprint, model.fingerprint
             )
+        if peer.report.layout == report.layout:
+            return None
         for name in wire.KVLayout.DESCRIPTOR.fields_by_name:
             ours, theirs = getattr(peer.report.layout, name), getattr(report.layout, name)
             if ours != theirs:

@@ -8,6 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from sim import memo
 from sim.network import Faults, Host, Network, SimBus
 from sim.runtime import InlineRuntime, SlowTransfers
 
@@ -41,6 +42,8 @@ VOCAB = 64
 LEASE_S = 3.0
 THIS_HOST = HostIdentity("boot", "here")
 T = TypeVar("T")
+
+memo.remember()
 
 
 @cache

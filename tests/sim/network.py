@@ -188,65 +188,57 @@ Res = TypeVar("Res")
 
 
 class _Stream(Generic[Req, Res]):
-    """Ordered both ways; each message takes its time. Breaking it ends both sides."""
+    """Ordered both ways; each message takes its time. Breaking it ends both sides, and what is
+    under way is lost."""
 
     def __init__(self, network: Network, client: Host, server: Host) -> None:
         self.network = network
         self.client = client
         self.server = server
-        self.broken = asyncio.Event()
+        self._up: asyncio.Queue[Req | None] = asyncio.Queue()
+        self._down: asyncio.Queue[Res | None] = asyncio.Queue()
+        self._broken = False
 
     def break_off(self) -> None:
-        self.broken.set()
+        self._broken = True
+        self._down.put_nowait(None)
 
     async def run(
         self,
         requests: AsyncIterator[Req],
         serve: Callable[[AsyncIterator[Req]], AsyncIterator[Res]],
     ) -> AsyncIterator[Res]:
-        up: asyncio.Queue[Req | None] = asyncio.Queue()
-        down: asyncio.Queue[Res | None] = asyncio.Queue()
         tasks = [
-            self.client.spawn(self._carry(requests, up)),
-            self.server.spawn(self._serve(up, down, serve)),
+            self.client.spawn(self._carry(requests, self._up)),
+            self.server.spawn(self._carry(serve(self._incoming()), self._down)),
         ]
-        broken = asyncio.ensure_future(self.broken.wait())
         try:
             while True:
-                getting = asyncio.ensure_future(down.get())
-                await asyncio.wait((getting, broken), return_when=asyncio.FIRST_COMPLETED)
-                if not getting.done():
-                    getting.cancel()
+                message = await self._down.get()
+                if self._broken:
                     raise Unavailable("connection lost")
-                message = getting.result()
                 if message is None:
                     return
                 yield message
         finally:
-            broken.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def _incoming(self) -> AsyncIterator[Req]:
+        while (message := await self._up.get()) is not None:
+            yield message
+
     async def _carry(self, source: AsyncIterator[Any], queue: asyncio.Queue[Any]) -> None:
+        loop = asyncio.get_running_loop()
+        arrives_s = 0.0
         try:
             async for message in source:
-                await asyncio.sleep(self.network.rng.uniform(0.0001, 0.001))
-                queue.put_nowait(message)
+                takes_s = self.network.rng.uniform(0.0001, 0.001)
+                arrives_s = max(arrives_s, loop.time()) + takes_s
+                loop.call_at(arrives_s, queue.put_nowait, message)
         finally:
-            queue.put_nowait(None)
-
-    async def _serve(
-        self,
-        up: asyncio.Queue[Req | None],
-        down: asyncio.Queue[Res | None],
-        serve: Callable[[AsyncIterator[Req]], AsyncIterator[Res]],
-    ) -> None:
-        async def incoming() -> AsyncIterator[Req]:
-            while (message := await up.get()) is not None:
-                yield message
-
-        await self._carry(serve(incoming()), down)
+            loop.call_at(arrives_s, queue.put_nowait, None)
 
 
 class SimBus:
