@@ -37,6 +37,7 @@ from common.block_keys import block_key, pack_ids
 from common.types import KVLayout, SamplingParams, SequenceId, SequenceSpec, TokenId
 from engine.block_pool import BlockPool, Holding, RefKind
 from engine.engine import Engine
+from engine.kernels import kernel_set
 from engine.kv_cache import KVCache
 from engine.model_runner import TorchRunner
 from engine.models.config import read_entry
@@ -258,7 +259,7 @@ class EngineUnderTest:
 
 def bench_never_hit(num_pairs: int, entry_dir: str) -> dict[str, Any]:
     entry = read_entry(Path(entry_dir))
-    model = load_model(entry, torch.float32, torch.device("cpu"))
+    model = load_model(entry, torch.float32, torch.device("cpu"), kernel_set("torch"))
     config = entry.config
     layout = KVLayout(
         config.num_layers, BLOCK_SIZE, config.num_kv_heads, config.head_size, "float32", "bench"

@@ -16,6 +16,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +27,9 @@ from common.types import SamplingParams, SequenceId, SequenceSpec
 from engine.batch import Batch
 from engine.block_pool import BlockPool
 from engine.engine import Engine
-from engine.kernels import Attention, attention_kernel
+from engine.kernels import Attention
 from engine.kernels.span import Span
+from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_cache import KVCache
 from engine.model_runner import FinishedStep, TorchRunner
 from engine.plan import Plan
@@ -50,11 +52,23 @@ class Times:
     computed_s: float = 0.0
 
 
+class TimedKernels(TorchKernels):
+    def __init__(self, times: Times) -> None:
+        self._times = times
+
+    def attention(self, cache: KVCache, spans: Sequence[Span]) -> Attention:
+        start_s = time.thread_time()
+        attention = super().attention(cache, spans)
+        self._times.attention_s = time.thread_time() - start_s
+        return attention
+
+
 @dataclass
 class EmptyModel:
     """Hidden states and logits out of nothing; notes when it was asked."""
 
     times: Times
+    kernels: TorchKernels = field(default_factory=TorchKernels)
     config: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(vocab_size=VOCAB_SIZE))
 
     def forward(self, token_ids: torch.Tensor, *_: object) -> torch.Tensor:
@@ -72,15 +86,7 @@ class TimedRunner(TorchRunner):
         model: Any = EmptyModel(times)
         super().__init__(model, cache)
         self._times = times
-        kernel = attention_kernel("torch")
-
-        def timed(cache: KVCache, spans: list[Span]) -> Attention:
-            start_s = time.thread_time()
-            attention = kernel(cache, spans)
-            times.attention_s = time.thread_time() - start_s
-            return attention
-
-        self._attention = timed  # type: ignore[assignment]
+        self._kernels = TimedKernels(times)
 
     def launch(self, batch: Batch) -> FinishedStep:
         step = super().launch(batch)

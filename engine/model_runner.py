@@ -21,13 +21,13 @@ from torch import Tensor
 
 from common.types import SequenceId, TokenId, TokenLogprobs
 from engine.batch import IN_FLIGHT, Batch, BatchRow, RowResult, SampleRequest
-from engine.kernels import attention_kernel
+from engine.kernels import kernel_set
 from engine.kernels.span import Span
 from engine.kv_cache import KVCache
 from engine.logprobs import token_logprobs
 from engine.models.config import read_entry
 from engine.models.llama import LlamaModel, load_model
-from engine.sampler import NOT_FINITE, Sampled, sample
+from engine.sampler import NOT_FINITE, Sampled
 
 # Positions whose prompt log-probabilities are made at once: 64 x 49,152 logits are 12 MiB.
 _LOGPROBS_SLICE = 64
@@ -45,8 +45,9 @@ class RunnerConfig:
 def build_runner(config: RunnerConfig, model_dir: Path, storage: Tensor) -> "TorchRunner":
     """Loads a prepared entry; ``storage`` is the KV pool. Raises ModelError, ConfigError."""
     dtype: torch.dtype = getattr(torch, config.dtype)
-    model = load_model(read_entry(model_dir), dtype, torch.device(config.device))
-    return TorchRunner(model, KVCache(storage), config.kernels)
+    kernels = kernel_set(config.kernels)
+    model = load_model(read_entry(model_dir), dtype, torch.device(config.device), kernels)
+    return TorchRunner(model, KVCache(storage))
 
 
 class FinishedStep:
@@ -60,10 +61,10 @@ class FinishedStep:
 
 
 class TorchRunner:
-    def __init__(self, model: LlamaModel, cache: KVCache, kernels: str = "auto") -> None:
+    def __init__(self, model: LlamaModel, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
-        self._attention = attention_kernel(kernels)
+        self._kernels = model.kernels
         # What the last launch sampled: the next may name these tokens as IN_FLIGHT.
         self._in_flight: dict[SequenceId, TokenId] = {}
 
@@ -123,7 +124,7 @@ class TorchRunner:
             torch.tensor(positions, device=device),
             torch.tensor(slots, device=device),
             self._cache,
-            self._attention(self._cache, [row.span for row in live]),
+            self._kernels.attention(self._cache, [row.span for row in live]),
         )
 
     def _sample(self, live: Sequence["_LiveRow"], hidden: Tensor) -> None:
@@ -133,7 +134,7 @@ class TorchRunner:
             return
         wanted = [index for row in sampling for index in row.sampled_indices()]
         logits = self._model.logits(hidden[torch.tensor(wanted, device=hidden.device)])
-        sampled = iter(sample(logits, requests))
+        sampled = iter(self._kernels.sample(logits, requests))
         for row in sampling:
             row.take([next(sampled) for _ in row.sampled_indices()])
 

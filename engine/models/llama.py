@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels import Attention
+from engine.kernels import Attention, Kernels
 from engine.kernels.linear import head, linear
 from engine.kv_cache import KVCache
 from engine.models.config import ModelConfig, ModelEntry
-from engine.models.rope import RotaryEmbedding, rotate
+from engine.models.rope import RotaryEmbedding
 from engine.models.weights import WeightFiles
 
 
@@ -47,8 +47,9 @@ class ModelWeights:
 class LlamaModel:
     """Computes hidden states and logits; keys and values go to the cache it is called with."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, kernels: Kernels) -> None:
         self.config = config
+        self.kernels = kernels
         self._weights = weights
         embedding = weights.embedding
         self._rotary = RotaryEmbedding(
@@ -64,23 +65,29 @@ class LlamaModel:
         attention: Attention,
     ) -> Tensor:
         """Ids, positions and cache slots ``[n]`` to normed hidden states ``[n, hidden_size]``."""
-        cosines, sines = self._rotary.at(positions)
+        angles = self._rotary.at(positions)
+        layers = self._weights.layers
+        # Each half of a layer ends with the norm that the next one begins with.
+        next_norms = [layer.input_norm for layer in layers[1:]] + [self._weights.final_norm]
         hidden = F.embedding(token_ids, self._weights.embedding)
-        for index, layer in enumerate(self._weights.layers):
-            normed = self._norm(hidden, layer.input_norm)
-            queries, keys, values = self._project(layer, normed)
-            cache.write(index, slots, rotate(keys, cosines, sines), values)
-            attended = attention(index, rotate(queries, cosines, sines))
-            hidden = hidden + linear(attended, layer.output, layer.output_bias)
-            hidden = hidden + self._mlp(layer, self._norm(hidden, layer.post_norm))
-        return self._norm(hidden, self._weights.final_norm)
+        normed = self._norm(hidden, layers[0].input_norm)
+        for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            heads = self._project(layer, normed)
+            queries = self.kernels.rotary_write(cache, index, slots, heads, angles)
+            attended = linear(attention(index, queries), layer.output, layer.output_bias)
+            hidden, normed = self._add_norm(hidden, attended, layer.post_norm)
+            hidden, normed = self._add_norm(hidden, self._mlp(layer, normed), next_norm)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of the given rows only: ``[m, hidden_size]`` to ``[m, vocab_size]``, fp32."""
         return head(hidden, self._weights.head)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+        return self.kernels.norm(x, weight, self.config.rms_norm_eps)
+
+    def _add_norm(self, residual: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return self.kernels.add_norm(residual, x, weight, self.config.rms_norm_eps)
 
     def _project(self, layer: LayerWeights, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[n, num_heads, head_size]``, keys and values with num_kv_heads."""
@@ -93,11 +100,13 @@ class LlamaModel:
         return queries, keys, values
 
     def _mlp(self, layer: LayerWeights, x: Tensor) -> Tensor:
-        gate, up = linear(x, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        gate_up = linear(x, layer.gate_up, layer.gate_up_bias)
+        return linear(self.kernels.silu_multiply(gate_up), layer.down, layer.down_bias)
 
 
-def load_model(entry: ModelEntry, dtype: torch.dtype, device: torch.device) -> LlamaModel:
+def load_model(
+    entry: ModelEntry, dtype: torch.dtype, device: torch.device, kernels: Kernels
+) -> LlamaModel:
     """Maps the entry's weights. Raises ModelError where they are not what its config says."""
     config = entry.config
     files = WeightFiles(entry.weight_files, dtype, device)
@@ -110,7 +119,8 @@ def load_model(entry: ModelEntry, dtype: torch.dtype, device: torch.device) -> L
     else:
         head_weight = files.take("lm_head.weight", config.vocab_size, config.hidden_size)
     files.finish()
-    return LlamaModel(config, ModelWeights(embedding, layers, final_norm, head_weight))
+    weights = ModelWeights(embedding, layers, final_norm, head_weight)
+    return LlamaModel(config, weights, kernels)
 
 
 def _load_layer(files: WeightFiles, config: ModelConfig, index: int) -> LayerWeights:

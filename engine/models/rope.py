@@ -33,12 +33,6 @@ class RotaryEmbedding:
         return cosines.to(self._dtype), sines.to(self._dtype)
 
 
-def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotates ``[n, num_heads, head_size]`` by the angles of its n positions."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cosines + torch.cat((-second, first), dim=-1) * sines
-
-
 def inverse_frequencies(config: RopeConfig, head_size: int) -> Tensor:
     """Radians a token, ``[head_size / 2]`` fp32, highest frequency first."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size

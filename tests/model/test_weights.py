@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import TinyModel
 
 from common.errors import ModelError
+from engine.kernels import kernel_set
 from engine.models.config import parse_config, read_entry
 from engine.models.llama import load_model
 
@@ -22,7 +23,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 def load(entry: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return load_model(read_entry(entry), dtype, CPU)
+    return load_model(read_entry(entry), dtype, CPU, kernel_set("torch"))
 
 
 def refusal(entry: Path) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from common.types import SamplingParams, SequenceId
 from engine.batch import Batch, BatchRow, RowResult, SampleRequest
-from engine.kernels import attention_kernel
+from engine.kernels import kernel_set
 from engine.kernels.span import Span
 from engine.kv_cache import KVCache
 from engine.model_runner import TorchRunner
@@ -40,8 +40,10 @@ class PagedModel:
         num_blocks: int = 64,
         block_size: int = 16,
         dtype: torch.dtype = torch.float32,
+        kernels: str = "torch",
     ) -> None:
-        self.model = load_model(read_entry(entry), dtype, torch.device("cpu"))
+        device = torch.device("cpu")
+        self.model = load_model(read_entry(entry), dtype, device, kernel_set(kernels))
         self.storage = make_storage(self.model.config, num_blocks, block_size, dtype)
         self.cache = KVCache(self.storage)
         self.runner = TorchRunner(self.model, self.cache)
@@ -79,7 +81,7 @@ class PagedModel:
                 torch.tensor(positions),
                 torch.tensor(slots),
                 self.cache,
-                attention_kernel("torch")(self.cache, spans),
+                self.model.kernels.attention(self.cache, spans),
             )
             return list(self.model.logits(hidden).split([num_new for _, num_new in chunks]))
 
