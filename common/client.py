@@ -150,8 +150,9 @@ class BatonClient:
         request_id: str = "",
         cache_salt: str = "",
         priority: int = 0,
+        speculate: bool = True,
     ) -> AsyncIterator[Chunk]:
-        request = make_request(prompt, sampling, n, request_id, cache_salt, priority)
+        request = make_request(prompt, sampling, n, request_id, cache_salt, priority, speculate)
         tries = _Tries(self._timeout_s, asyncio.get_running_loop().time())
         while True:
             now_s = asyncio.get_running_loop().time()
@@ -231,8 +232,9 @@ class SyncBatonClient:
         request_id: str = "",
         cache_salt: str = "",
         priority: int = 0,
+        speculate: bool = True,
     ) -> Iterator[Chunk]:
-        request = make_request(prompt, sampling, n, request_id, cache_salt, priority)
+        request = make_request(prompt, sampling, n, request_id, cache_salt, priority, speculate)
         tries = _Tries(self._timeout_s, time.monotonic())
         while True:
             call = self._stub.Generate(
@@ -309,6 +311,7 @@ def make_request(
     request_id: str = "",
     cache_salt: str = "",
     priority: int = 0,
+    speculate: bool = True,
 ) -> inference.GenerateRequest:
     """The message for these arguments. Raises InvalidRequest for values that it cannot hold."""
     try:
@@ -318,6 +321,9 @@ def make_request(
             cache_salt=cache_salt,
             priority=priority,
             n=n,
+            speculation=(
+                inference.SPECULATION_UNSPECIFIED if speculate else inference.SPECULATION_OFF
+            ),
             **_input(prompt),
         )
     except (ValueError, TypeError) as error:

@@ -7,6 +7,7 @@ Names are vLLM's where the meaning is the same.
 """
 
 import os
+import re
 import secrets
 import socket
 from pathlib import Path
@@ -23,6 +24,7 @@ from common.tls import PublicTlsFiles, TlsFiles
 from common.types import LocalPrefill, Role
 
 PROTOCOL_VERSION = 1
+_DRAFT = "draft="
 
 
 class ProcessSettings(BaseSettings):
@@ -211,10 +213,51 @@ class DecodeSettings(WorkerSettings):
         64 << 20, ge=1 << 16, description="undelivered tokens a gateway"
     )
     outbox_timeout_s: float = Field(4.0, gt=0, description="outbox not drained for this: closed")
+    speculation: str = Field(
+        "off", description="drafts: off, ngram, draft=DIR, draft=self:N (layers), auto (ngram)"
+    )
+    num_speculative_tokens: int = Field(5, ge=1, le=16, description="k, drafts a step at most")
+    fixed_k: bool = Field(False, description="always k drafts, instead of as many as pay")
+    prompt_lookup_min: int = Field(2, ge=1, description="shortest n-gram that is looked up")
+    prompt_lookup_max: int = Field(4, ge=1, le=32, description="longest n-gram that is looked up")
+    draft_kv_cache_memory_bytes: Bytes = Field(
+        1 << 28, ge=1 << 16, description="size of a draft model's KV pool"
+    )
 
     @property
     def role(self) -> Role:
         return Role.DECODE
+
+    @property
+    def draft_model(self) -> str | None:
+        """DIR or self:N; None without a model that drafts."""
+        return self.speculation[len(_DRAFT) :] if self.speculation.startswith(_DRAFT) else None
+
+    @model_validator(mode="after")
+    def _speculation_can_be(self) -> Self:
+        draft = self.draft_model
+        if self.speculation not in ("off", "ngram", "auto") and not draft:
+            raise ConfigError(
+                "speculation",
+                f"must be off, ngram, draft=DIR, draft=self:N or auto, not {self.speculation!r}",
+            )
+        if draft and draft.startswith("self:") and not re.fullmatch(r"self:[1-9]\d{0,3}", draft):
+            raise ConfigError("speculation", f"self:N needs a number of layers, not {draft[5:]!r}")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                "prompt_lookup_min", f"must be at most prompt_lookup_max ({self.prompt_lookup_max})"
+            )
+        if self.speculation == "off":
+            return self
+        if self.async_depth:
+            raise ConfigError("async_depth", "must be 0 with speculation")
+        budget = self.max_num_batched_tokens
+        if budget is not None and self.num_speculative_tokens >= budget:
+            raise ConfigError(
+                "num_speculative_tokens",
+                f"must be less than max_num_batched_tokens ({budget}): they share a step",
+            )
+        return self
 
 
 def advertised(settings: ProcessSettings) -> str:

@@ -68,6 +68,15 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens so far change what the next one may be."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -208,7 +217,8 @@ class SequenceCounts:
     """What a sequence cost so far in this engine: tokens by where their KV came from, and times.
 
     ``computed + cached + transferred`` = prompt tokens, for the first run; what is computed again
-    after preemption is ``recomputed`` alone, as are output tokens computed again on a resume."""
+    after preemption is ``recomputed`` alone, as are output tokens computed again on a resume.
+    ``drafted`` tokens were verified beside the sequence's own, ``accepted`` of them were right."""
 
     computed: int = 0
     cached: int = 0
@@ -226,12 +236,13 @@ class SequenceCounts:
 class SequenceOutput:
     """Tokens that one step gave one sequence. Empty ``token_ids`` only when it finishes without.
     Nobody changes it; it is not frozen because one is made for every token, and a frozen one takes
-    several times as long to make."""
+    several times as long to make. ``num_drafts``: drafted tokens that the step verified for it."""
 
     seq_id: SequenceId
     index: int
     token_ids: tuple[TokenId, ...]
     counts: SequenceCounts
+    num_drafts: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
@@ -277,7 +288,8 @@ class ChunkRecord:
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One engine step, for traces and metrics; times are of the engine's monotonic clock.
-    ``num_decode_context``: tokens that its decodes attended to, themselves included."""
+    ``num_decode_context``: tokens that its decodes attended to, themselves included; drafts are
+    counted apart, with ``num_draft_context`` and how many of them were accepted."""
 
     step_id: int
     start_s: float
@@ -287,6 +299,9 @@ class StepRecord:
     num_sequences: int
     chunks: tuple[ChunkRecord, ...] = ()
     num_decode_context: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_draft_context: int = 0
 
     @property
     def num_rows_with_logits(self) -> int:

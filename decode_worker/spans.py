@@ -46,6 +46,9 @@ class SequenceSpans:
         # What its decodes cost: a row of a step each, which attends to all tokens before it.
         self._num_decodes = 0
         self._num_context = 0
+        self._num_drafted = 0
+        self._num_accepted = 0
+        self._num_draft_context = 0
         self._weight_bytes = 0.0
         self._chunk_step_id = 0
         self._span = telemetry.start_span(
@@ -93,14 +96,28 @@ class SequenceSpans:
         self._num_tokens += len(output.token_ids)
         if record.step_id != self._chunk_step_id:  # else the chunk's span has it
             self._num_decodes += 1
-            self._num_context += self._num_prompt + output.index
+            num_context = self._num_prompt + output.index
+            self._num_context += num_context
+            if output.num_drafts:
+                self._num_drafted += output.num_drafts
+                self._num_accepted += len(output.token_ids) - 1
+                first = num_context + 1
+                self._num_draft_context += sum(range(first, first + output.num_drafts))
             self._weight_bytes += self._steps.weight_share(record)
 
     def end(self, error: str | None) -> None:
         if not self._telemetry.enabled:
             return
-        decodes = self._steps.costs.decodes(self._num_decodes, self._num_context)
-        cost = cost_attributes(decodes + Cost(0.0, self._weight_bytes))
+        costs = self._steps.costs
+        decodes = costs.decodes(self._num_decodes, self._num_context)
+        decodes += costs.drafts(self._num_drafted, self._num_draft_context)
+        cost = dict(cost_attributes(decodes + Cost(0.0, self._weight_bytes)))
+        if self._num_drafted:
+            cost |= {
+                "baton.drafted": self._num_drafted,
+                "baton.accepted": self._num_accepted,
+                "baton.tokens_per_step": self._num_tokens / max(1, self._num_decodes),
+            }
         for name, value in cost.items():
             self._span.set(name, value)
         if self._first is not None and self._last is not None:

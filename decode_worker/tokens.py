@@ -42,7 +42,8 @@ def _fill(message: wire.SequenceTokens, sequence: DecodeSequence, output: Sequen
         message.finish_reason = finish_reason_to_proto(output.finish_reason)
     if output.matched_token_id is not None:
         message.matched_token_id = output.matched_token_id
-    if output.finish_reason is not None or not sequence.told_usage:
+    # With drafts each time: the gateway may end the request at a stop string.
+    if output.finish_reason is not None or not sequence.told_usage or output.num_drafts:
         sequence.told_usage = True
         message.usage.CopyFrom(_usage(sequence, output))
 

@@ -72,6 +72,23 @@ class BatchRow:
     prompt_logprobs: PromptLogprobsRequest | None = None
 
 
+def sample_requests(row: BatchRow, token_ids: Sequence[TokenId]) -> list[SampleRequest]:
+    """One a sampled position of a row that samples; ``token_ids`` are the row's, with none in
+    flight. Behind a draft, the draft is part of the history."""
+    request, num_drafts = row.sample, row.num_draft_tokens
+    assert request is not None
+    if num_drafts == 0:
+        return [request]
+    history = request.token_ids
+    if request.params.has_penalties:
+        drafts = token_ids[len(token_ids) - num_drafts :]
+        history = [*history[: request.position], *drafts]
+    return [
+        SampleRequest(request.params, request.num_prompt_tokens, request.position + d, history)
+        for d in range(num_drafts + 1)
+    ]
+
+
 @dataclass(slots=True)
 class Batch:
     """Rows of one step, each of another sequence."""
@@ -83,7 +100,8 @@ class Batch:
 @dataclass(slots=True)
 class RowResult:
     """What a row gave. ``token_ids``: the sampled ids, one a sampled position, () without
-    ``sample``; every id lies in 0 .. vocab_size-1. ``logprobs`` has one entry a token where
+    ``sample``; fewer, but one, where a position behind a draft has no good logits (a draft may be
+    anything). Every id lies in 0 .. vocab_size-1. ``logprobs`` has one entry a token where
     ``params.logprobs`` is set, ``prompt_logprobs`` one a target.
     ``error``: only this row failed (it raised, or its logits were not finite); log text."""
 

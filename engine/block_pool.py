@@ -183,6 +183,13 @@ class BlockPool:
         self._cached.add(cached)
         self._add_free(freed)
 
+    def trim(self, holding: Holding, num_kept: int) -> None:
+        """Gives back what the holding has beyond its first ``num_kept`` blocks."""
+        rest = self.hold(holding.kind, holding.owner_id)
+        rest.block_ids = holding.block_ids[num_kept:]
+        del holding.block_ids[num_kept:]
+        self.release(rest)
+
     def convert(self, holding: Holding, kind: RefKind) -> None:
         """Turns all references of the holding into another kind, in place."""
         for block in holding.block_ids:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from common.types import BlockMove, ImportReady
 from engine.block_pool import BlockPool, RefKind
 from engine.sequence import Sequence
 
@@ -84,11 +85,63 @@ class BlockTables:
         blocks = self._pool.allocate(sequence.holding, 1)
         assert blocks is not None
 
+    def extend_for_drafts(self, sequence: Sequence, num_drafts: int) -> tuple[int, int]:
+        """Room behind the token to compute next, of blocks that nobody needs now: how many drafts
+        fit, ``num_drafts`` at most, and how many blocks were added for them."""
+        assert sequence.holding is not None
+        num_held = len(sequence.holding.block_ids)
+        num_tokens = len(sequence.token_ids)
+        missing = max(0, self._blocks_for(num_tokens + num_drafts) - num_held)
+        num_added = min(missing, self._pool.num_available)
+        if num_added:
+            self._pool.allocate(sequence.holding, num_added)
+        room = (num_held + num_added) * self._pool.block_size - num_tokens
+        return min(num_drafts, room), num_added
+
+    def drop_drafts(self, sequence: Sequence, num_added: int) -> None:
+        """Gives back those of the last ``num_added`` blocks in which nothing is left to be."""
+        assert sequence.holding is not None
+        num_held = len(sequence.holding.block_ids)
+        num_kept = max(num_held - num_added, self._blocks_for(len(sequence.token_ids)))
+        if num_kept < num_held:
+            self._pool.trim(sequence.holding, num_kept)
+
     def give_back(self, sequence: Sequence) -> None:
         """The whole table of a preempted sequence."""
         assert sequence.holding is not None
         self._pool.release(sequence.holding)
         sequence.forget_kv()
+
+    def index(self, sequence: Sequence) -> bool:
+        """Lets others share the blocks whose last token is now computed and accepted; whether
+        there are any more of these."""
+        if sequence.chain is None:
+            return False
+        num_full = sequence.num_settled // self._pool.block_size
+        if num_full <= sequence.num_indexed:
+            return False
+        for number in range(sequence.num_indexed, num_full):
+            assert sequence.holding is not None
+            sequence.block_parent = self._pool.index(
+                sequence.holding.block_ids[number],
+                sequence.block_parent,
+                sequence.chain,
+                number,
+                sequence.token_ids,
+            )
+        sequence.num_indexed = num_full
+        return True
+
+    def import_ready(self, sequence: Sequence) -> ImportReady:
+        """Which blocks are to be copied into."""
+        assert sequence.import_holding is not None
+        targets = self._pool.refs_to(sequence.import_holding.block_ids)
+        first = sequence.num_indexed
+        return ImportReady(
+            seq_id=sequence.seq_id,
+            moves=tuple(BlockMove(first + i, target) for i, target in enumerate(targets)),
+            num_cached_tokens=first * self._pool.block_size,
+        )
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)

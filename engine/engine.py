@@ -16,17 +16,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from common.types import (
-    BlockMove,
     BlockRef,
-    ChunkRecord,
     EngineEvent,
     FinishReason,
-    ImportReady,
     SequenceFailed,
     SequenceId,
     SequenceOutput,
     SequenceSpec,
     StepRecord,
+    TokenId,
 )
 from engine.batch import RowResult
 from engine.block_events import MAX_SNAPSHOT_KEYS, BlockEvents, snapshot
@@ -37,7 +35,9 @@ from engine.runner import ModelRunner, StepHandle
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.self_check import SelfCheck
 from engine.sequence import Sequence, Status
+from engine.speculation.speculator import Speculator
 from engine.statistics import EngineStatistics
+from engine.step_record import step_record
 
 
 @dataclass(slots=True)
@@ -58,12 +58,14 @@ class Engine:
         config: SchedulerConfig,
         clock: Callable[[], float] = time.monotonic,
         raises_on_fault: bool = False,
+        speculator: Speculator | None = None,
     ) -> None:
         self._runner = runner
         self._pool = pool
         self._config = config
         self._clock = clock
         self._scheduler = Scheduler(pool, config, runner.copy_block, clock)
+        self._speculator = speculator
         self._self_check = SelfCheck(pool, self._owners, clock, raises_on_fault)
         self._sequences: dict[SequenceId, Sequence] = {}
         # Aborted while a copy into their blocks was under way.
@@ -78,6 +80,7 @@ class Engine:
         self._num_prefill_tokens = 0
         self._num_decode_tokens = 0
         self._num_output_tokens = 0
+        self._num_accepted = 0
         self._num_failed = 0
 
     # ------------------------------------------------------------ what a worker asks
@@ -105,7 +108,7 @@ class Engine:
         sequence = self._sequences[seq_id]
         self._scheduler.finish_import(sequence)
         sequence.decode_since_s = self._clock()
-        self._index_blocks(sequence)
+        self._scheduler.index(sequence)
         self._stuck = False
 
     def drop_import(self, seq_id: SequenceId) -> None:
@@ -166,6 +169,7 @@ class Engine:
             prefix_hit_tokens=prefixes.hit_tokens,
             prefix_evictions=0 if prefix is None else prefix.num_evictions,
             ledger_faults=self._self_check.num_faults,
+            speculation=None if self._speculator is None else self._speculator.statistics(),
         )
 
     def ledger(self) -> Ledger:
@@ -205,7 +209,9 @@ class Engine:
             record = self._collect()
             plan = self._scheduler.schedule()
             assert plan is not None
-        self._events += [self._import_ready(sequence) for sequence in plan.imports]
+        if self._speculator is not None:
+            self._speculator.draft(plan, self._config.step_budget, self._scheduler.tables)
+        self._events += [self._scheduler.tables.import_ready(sequence) for sequence in plan.imports]
         launched = self._launch(plan) if plan.rows else None
         if self._launched is not None:
             record = self._collect()
@@ -228,30 +234,16 @@ class Engine:
         step, self._launched = self._launched, None
         results = step.handle.collect()
         now_s = self._clock()
-        chunks = []
-        num_context = 0
+        num_before = self._num_accepted
         for planned, result in zip(step.rows, results, strict=True):
             self._take(planned, result, now_s)
-            if planned.is_prefill:
-                seq_id = planned.sequence.seq_id
-                num_logits = planned.samples + len(result.prompt_logprobs)
-                chunks.append(ChunkRecord(seq_id, planned.start, planned.num_tokens, num_logits))
-            else:
-                num_context += planned.end
-        num_prefill_tokens = sum(chunk.num_tokens for chunk in chunks)
-        num_decode_tokens = len(step.rows) - len(chunks)
-        self._num_prefill_tokens += num_prefill_tokens
-        self._num_decode_tokens += num_decode_tokens
-        return StepRecord(
-            step_id=step.step_id,
-            start_s=step.start_s,
-            end_s=now_s,
-            num_prefill_tokens=num_prefill_tokens,
-            num_decode_tokens=num_decode_tokens,
-            num_sequences=len(step.rows),
-            chunks=tuple(chunks),
-            num_decode_context=num_context,
-        )
+        num_accepted = self._num_accepted - num_before
+        record = step_record(step.step_id, step.start_s, now_s, step.rows, results, num_accepted)
+        self._num_prefill_tokens += record.num_prefill_tokens
+        self._num_decode_tokens += record.num_decode_tokens
+        if self._speculator is not None:
+            self._speculator.step_took(record)
+        return record
 
     # ------------------------------------------------------------ one row's result
 
@@ -264,37 +256,60 @@ class Engine:
         if result.error is not None:
             self._fail(sequence, "failed", result.error)
             return
-        sequence.settle(planned.end)
+        index, token_ids, reason = sequence.num_output, result.token_ids, None
+        num_good = planned.num_tokens
+        if planned.drafts:
+            token_ids, reason = sequence.verify(planned.drafts, token_ids)
+            num_good = len(token_ids)
+            self._drop_drafts(planned, num_good - 1)
+        elif planned.samples:
+            reason = sequence.accept(token_ids[0])
+        sequence.settle(planned.start + num_good)
         if sequence.wants_prompt_logprobs:
             sequence.add_prompt_logprobs(planned.start, result.prompt_logprobs)
-        self._index_blocks(sequence)
+        self._scheduler.index(sequence)
         if planned.samples:
-            self._take_token(sequence, result, now_s)
+            self._tell(planned, result, index, token_ids, reason, now_s)
         elif not sequence.samples and planned.end == sequence.compute_limit:
             self._finish(sequence, FinishReason.LENGTH, now_s)
 
-    def _take_token(self, sequence: Sequence, result: RowResult, now_s: float) -> None:
-        (token_id,) = result.token_ids
-        spec, index = sequence.spec, sequence.num_output
-        reason = sequence.accept(token_id)
-        self._num_output_tokens += 1
+    def _drop_drafts(self, planned: PlannedRow, num_accepted: int) -> None:
+        assert self._speculator is not None
+        self._num_accepted += num_accepted
+        self._scheduler.tables.drop_drafts(planned.sequence, planned.num_draft_blocks)
+        self._speculator.verified(planned.sequence, len(planned.drafts), num_accepted)
+
+    def _tell(
+        self,
+        planned: PlannedRow,
+        result: RowResult,
+        index: int,
+        token_ids: tuple[TokenId, ...],
+        reason: FinishReason | None,
+        now_s: float,
+    ) -> None:
+        """The sequence has these tokens from this step, the first with output index ``index``."""
+        sequence = planned.sequence
+        spec = sequence.spec
+        self._num_output_tokens += len(token_ids)
         held: tuple[BlockRef, ...] = ()
         if reason is None and spec.prefill_only:
             held = self._lease(sequence)
-        if reason is not None or index == len(spec.output_ids):
+        if reason is not None or index == len(spec.output_ids) or planned.drafts:
             sequence.update_counts(now_s)
         self._events.append(
             SequenceOutput(
                 sequence.seq_id,
                 index,
-                result.token_ids,
+                token_ids,
                 sequence.counts,
-                logprobs=result.logprobs,
+                num_drafts=len(planned.drafts),
+                logprobs=result.logprobs[: len(token_ids)],
                 prompt_logprobs=(
                     sequence.take_prompt_logprobs() if sequence.wants_prompt_logprobs else ()
                 ),
                 finish_reason=reason,
-                matched_token_id=token_id if reason is FinishReason.STOP else None,
+                matched_token_id=token_ids[-1] if reason is FinishReason.STOP else None,
                 held=held,
             )
         )
@@ -357,37 +372,10 @@ class Engine:
         else:
             self._scheduler.add(sequence)
 
-    def _import_ready(self, sequence: Sequence) -> ImportReady:
-        assert sequence.import_holding is not None
-        targets = self._pool.refs_to(sequence.import_holding.block_ids)
-        first = sequence.num_indexed
-        return ImportReady(
-            seq_id=sequence.seq_id,
-            moves=tuple(BlockMove(first + i, target) for i, target in enumerate(targets)),
-            num_cached_tokens=first * self._pool.block_size,
-        )
-
-    def _index_blocks(self, sequence: Sequence) -> None:
-        """Lets others share the blocks whose last token is now computed and accepted."""
-        if sequence.chain is None:
-            return
-        num_full = sequence.num_settled // self._pool.block_size
-        if num_full <= sequence.num_indexed:
-            return
-        for number in range(sequence.num_indexed, num_full):
-            assert sequence.holding is not None
-            sequence.block_parent = self._pool.index(
-                sequence.holding.block_ids[number],
-                sequence.block_parent,
-                sequence.chain,
-                number,
-                sequence.token_ids,
-            )
-        sequence.num_indexed = num_full
-        self._scheduler.indexed(sequence)
-
     def _end(self, sequence: Sequence) -> None:
         del self._sequences[sequence.seq_id]
+        if self._speculator is not None:
+            self._speculator.forget(sequence.seq_id)
         self._scheduler.remove(sequence)
         self._release(sequence)
 

@@ -65,6 +65,10 @@ class ModelCosts:
         which see ``num_context`` tokens in all."""
         return self._work(num_rows, num_context, num_rows, num_read=num_context)
 
+    def drafts(self, num_drafts: int, num_context: int) -> Cost:
+        """What drafts add to the decode rows that they are verified in: the row has read the KV."""
+        return self._work(num_drafts, num_context, num_drafts, num_read=0)
+
     def _work(self, num_tokens: int, num_pairs: int, num_logits: int, num_read: int) -> Cost:
         return Cost(
             num_tokens * self.token_flops
@@ -120,5 +124,6 @@ def decode_cost(costs: ModelCosts, step: StepRecord) -> Cost:
     if num_rows == 0:
         return Cost()
     rows = costs.decodes(num_rows, step.num_decode_context)
+    rows += costs.drafts(step.num_draft_tokens, step.num_draft_context)
     share = costs.weight_share(step, has_logits=True)
     return rows + Cost(0.0, num_rows * share)

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from common.types import SequenceId, TokenId, TokenLogprobs
-from engine.batch import IN_FLIGHT, Batch, BatchRow, RowResult, SampleRequest
+from engine.batch import IN_FLIGHT, Batch, BatchRow, RowResult, sample_requests
 from engine.kernels import kernel_set
 from engine.kernels.span import Span
 from engine.kv_cache import KVCache
 from engine.logprobs import token_logprobs
 from engine.models.config import read_entry
 from engine.models.llama import LlamaModel, load_model
-from engine.sampler import NOT_FINITE, Sampled
+from engine.sampler import NOT_FINITE, fill
 
 # Positions whose prompt log-probabilities are made at once: 64 x 49,152 logits are 12 MiB.
 _LOGPROBS_SLICE = 64
@@ -71,6 +71,11 @@ class TorchRunner:
     @property
     def vocab_size(self) -> int:
         return self._model.config.vocab_size
+
+    def first_layers(self, num_layers: int) -> "TorchRunner":
+        """Runs only these layers of the model, on the same cache; at least 1, fewer than all."""
+        assert 1 <= num_layers < self._model.config.num_layers
+        return TorchRunner(self._model.first_layers(num_layers), self._cache)
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> FinishedStep:
@@ -129,14 +134,16 @@ class TorchRunner:
 
     def _sample(self, live: Sequence["_LiveRow"], hidden: Tensor) -> None:
         sampling = [row for row in live if row.row.sample is not None]
-        requests = [request for row in sampling for request in row.sample_requests()]
+        requests = [one for row in sampling for one in sample_requests(row.row, row.token_ids)]
         if not requests:
             return
         wanted = [index for row in sampling for index in row.sampled_indices()]
         logits = self._model.logits(hidden[torch.tensor(wanted, device=hidden.device)])
         sampled = iter(self._kernels.sample(logits, requests))
         for row in sampling:
-            row.take([next(sampled) for _ in row.sampled_indices()])
+            tokens = [next(sampled) for _ in row.sampled_indices()]
+            if row.result.error is None:
+                fill(row.result, tokens)
 
     def _score_prompts(self, live: Sequence["_LiveRow"], hidden: Tensor) -> None:
         for row in live:
@@ -186,25 +193,3 @@ class _LiveRow:
         """Which of the step's tokens are followed by a sampled one."""
         end = self.span.first + self.span.num_new
         return range(end - 1 - self.row.num_draft_tokens, end)
-
-    def sample_requests(self) -> list[SampleRequest]:
-        """One a sampled position; behind a draft, the draft is part of the history."""
-        request = self.row.sample
-        assert request is not None
-        num_drafts = self.row.num_draft_tokens
-        if num_drafts == 0:
-            return [request]
-        drafts = self.token_ids[len(self.token_ids) - num_drafts :]
-        history = [*request.token_ids[: request.position], *drafts]
-        return [
-            SampleRequest(request.params, request.num_prompt_tokens, request.position + d, history)
-            for d in range(num_drafts + 1)
-        ]
-
-    def take(self, sampled: Sequence[Sampled]) -> None:
-        errors = [one.error for one in sampled if one.error is not None]
-        if errors or self.result.error is not None:
-            self.result.error = self.result.error or errors[0]
-            return
-        self.result.token_ids = tuple(one.token_id for one in sampled)
-        self.result.logprobs = tuple(one.logprobs for one in sampled if one.logprobs is not None)

@@ -6,9 +6,9 @@ It touches no KV, but its logits go through the real sampler.
 import torch
 
 from common.types import KVLayout, SequenceId, TokenId
-from engine.batch import IN_FLIGHT, Batch, BatchRow, RowResult
+from engine.batch import IN_FLIGHT, Batch, BatchRow, RowResult, sample_requests
 from engine.pace import Pace
-from engine.sampler import sample
+from engine.sampler import fill, sample
 
 VOCAB_SIZE = 1024
 # So far above the other logits, which are 0, that no noise at a usual temperature changes it.
@@ -58,13 +58,15 @@ class NullRunner:
         """There is no KV to copy."""
 
     def compute(self, rows: list[BatchRow], end_s: float) -> list[RowResult]:
-        last_ids = []
+        last_ids: list[TokenId] = []
         requests = []
         for row in rows:
             if row.sample is not None:
-                last_id = row.token_ids[-1]
-                last_ids.append(self._sampled[row.seq_id] if last_id == IN_FLIGHT else last_id)
-                requests.append(row.sample)
+                last_ids += [
+                    self._sampled[row.seq_id] if last_id == IN_FLIGHT else last_id
+                    for last_id in row.token_ids[-1 - row.num_draft_tokens :]
+                ]
+                requests += sample_requests(row, row.token_ids)
         logits = self._logits.index_select(0, torch.tensor(last_ids, dtype=torch.int64))
         sampled = iter(sample(logits, requests) if requests else ())
         self._sampled = {}
@@ -73,9 +75,10 @@ class NullRunner:
             if row.sample is None:
                 results.append(RowResult())
                 continue
-            chosen = next(sampled)
-            self._sampled[row.seq_id] = chosen.token_id
-            logprobs = () if chosen.logprobs is None else (chosen.logprobs,)
-            results.append(RowResult((chosen.token_id,), logprobs, error=chosen.error))
+            result = RowResult()
+            fill(result, [next(sampled) for _ in range(row.num_draft_tokens + 1)])
+            if result.token_ids:
+                self._sampled[row.seq_id] = result.token_ids[-1]
+            results.append(result)
         self._pace.wait(end_s)
         return results

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from common.types import KVLayout, SamplingParams, SequenceId, TokenId, TokenLogprobs
-from engine.batch import IN_FLIGHT, Batch, BatchRow, RowResult, SampleRequest
+from engine.batch import IN_FLIGHT, Batch, BatchRow, RowResult, SampleRequest, sample_requests
 from engine.logprobs import token_logprobs
 from engine.pace import Pace
-from engine.sampler import Sampled, sample
+from engine.sampler import Sampled, fill, sample
 
 Words = npt.NDArray[np.uint64]
 
@@ -74,11 +74,6 @@ def token_kv(token_ids: Sequence[TokenId], start: int) -> Words:
 def _digest_seed(hasher: "hashlib._Hash", num_tokens: int) -> int:
     hasher.update(num_tokens.to_bytes(8, "little"))
     return int.from_bytes(hasher.digest()[:8], "little")
-
-
-def _seed(kv: Words) -> int:
-    """Of the token that follows ``kv`` ``[num_tokens, words]``."""
-    return _digest_seed(hashlib.sha256(kv.tobytes()), len(kv))
 
 
 def _prefix_seeds(kv: Words, first: int, num_seeds: int) -> list[int]:
@@ -189,18 +184,18 @@ class OracleRunner:
             if row.row.prompt_logprobs is not None:
                 results[index].prompt_logprobs = self._prompt_logprobs(row)
             if row.row.sample is not None:
+                kv, num_drafts = self._read(row), row.row.num_draft_tokens
                 sampling.append(index)
-                requests.append(row.row.sample)
-                seeds.append(_seed(self._read(row)))
+                requests += sample_requests(row.row, row.row.token_ids)
+                seeds += _prefix_seeds(kv, len(kv) - num_drafts, num_drafts + 1)
         self._sampled = {}
         if requests:
-            chosen = _choose(seeds, requests, self._vocab_size)
-            for index, sampled in zip(sampling, chosen, strict=True):
-                result = results[index]
-                result.token_ids = (sampled.token_id,)
-                result.logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
-                result.error = sampled.error
-                self._sampled[rows[index].row.seq_id] = sampled.token_id
+            sampled = iter(_choose(seeds, requests, self._vocab_size))
+            for index in sampling:
+                batch_row, result = rows[index].row, results[index]
+                fill(result, [next(sampled) for _ in range(batch_row.num_draft_tokens + 1)])
+                if result.token_ids:
+                    self._sampled[batch_row.seq_id] = result.token_ids[-1]
         self._pace.wait(end_s)
         return results
 

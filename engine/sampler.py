@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from common.types import SamplingParams, TokenId, TokenLogprobs
-from engine.batch import SampleRequest
+from engine.batch import RowResult, SampleRequest
 from engine.gumbel_max import Draw, gumbel_max
 from engine.logprobs import token_logprobs
 from engine.penalties import adjusted, changes_logits
@@ -40,6 +40,21 @@ class Sampled:
     token_id: TokenId = -1
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+
+
+def fill(result: RowResult, sampled: Sequence[Sampled]) -> None:
+    """Puts the tokens of a row's sampled positions into its result, up to the first that failed;
+    a row whose first failed has an error."""
+    good: list[Sampled] = []
+    for one in sampled:
+        if one.error is not None:
+            break
+        good.append(one)
+    if not good:
+        result.error = sampled[0].error
+        return
+    result.token_ids = tuple([one.token_id for one in good])
+    result.logprobs = tuple([one.logprobs for one in good if one.logprobs is not None])
 
 
 def sample(logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:

@@ -107,8 +107,11 @@ class Scheduler:
         sequence.import_holding = None
         self._run(sequence)
 
-    def indexed(self, sequence: Sequence) -> None:
-        """More of its blocks can be shared: whoever waited for them comes back into line."""
+    def index(self, sequence: Sequence) -> None:
+        """Lets others share what is now computed and accepted of the sequence: whoever waited for
+        that comes back into line."""
+        if not self.tables.index(sequence):
+            return
         for follower in self._flights.advance(sequence):
             self.add(follower)
 

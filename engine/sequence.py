@@ -7,9 +7,14 @@ One counter instead of phases: ``num_computed`` chases ``num_tokens``. ::
     num_computed   |------------------------->            |   scheduled so far (launched or done)
     num_settled    |------------------>                       collected: may be indexed and shared
     compute_limit  positions that will ever be computed; the last sampled token never is
+
+A row with d drafts counts as computed up to its last draft, and ``num_tokens`` stays there: how
+many tokens follow is known when it is collected, and until then nothing of this sequence is
+scheduled. Then both step back over the drafts that were not accepted.
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Ids
 from enum import Enum, auto
 
 from common.types import (
@@ -22,6 +27,16 @@ from common.types import (
 )
 from engine.block_pool import Holding
 from engine.prefix_cache import NO_PARENT, TokenChain
+
+
+def num_accepted(drafts: Ids[TokenId], sampled: Ids[TokenId]) -> int:
+    """How many drafts, from the first, equal the target's own choice; the choice behind the last
+    of them is good as well, so one of ``sampled`` is always left for it."""
+    limit = min(len(drafts), len(sampled) - 1)
+    for index in range(limit):
+        if drafts[index] != sampled[index]:
+            return index
+    return limit
 
 
 class Status(Enum):
@@ -47,8 +62,10 @@ class Sequence:
         "holding",
         "import_holding",
         "is_import",
+        "num_accepted",
         "num_cached",
         "num_computed",
+        "num_drafted",
         "num_fresh_computed",
         "num_indexed",
         "num_preemptions",
@@ -96,11 +113,7 @@ class Sequence:
         self.first_decode = max(self.num_tokens - 1, self.num_prompt)
         if spec.prefill_only:
             self.compute_limit = min(self.compute_limit, self.num_tokens)
-        self.has_penalties = (
-            params.repetition_penalty != 1.0
-            or params.frequency_penalty != 0.0
-            or params.presence_penalty != 0.0
-        )
+        self.has_penalties = params.has_penalties
         self.wants_prompt_logprobs = params.prompt_logprobs is not None and not spec.output_ids
         self.prompt_logprobs: list[TokenLogprobs] = []
 
@@ -120,6 +133,8 @@ class Sequence:
         self.num_transferred = 0
         self.num_recomputed = 0
         self.num_preemptions = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
         # When the present phase (waiting, prefill) began; ``decode_since_s`` None: no token yet.
         self.since_s = now_s
         self.queue_s = 0.0
@@ -154,6 +169,31 @@ class Sequence:
         if len(self.token_ids) >= self.token_limit:
             return FinishReason.LENGTH
         return None
+
+    def draft(self, num_drafts: int) -> None:
+        """Its decode row of the step being planned verifies this many drafts."""
+        self.num_computed += num_drafts
+        self.num_tokens = self.num_computed
+
+    def verify(
+        self, drafts: Ids[TokenId], sampled: Ids[TokenId]
+    ) -> tuple[tuple[TokenId, ...], FinishReason | None]:
+        """Takes what a row with drafts sampled: appends the target's own choices up to the first
+        that its draft was not equal to, or that ends the sequence, and returns them.
+
+        The number of them is also that of the row's positions whose KV is good. ``sampled`` has
+        one id a position, or fewer where a later position could not be computed."""
+        num_equal = num_accepted(drafts, sampled)
+        reason = None
+        num_kept = 0
+        while reason is None and num_kept <= num_equal:
+            reason = self.accept(sampled[num_kept])
+            num_kept += 1
+        self.num_computed = len(self.token_ids) - 1
+        self.num_tokens = len(self.token_ids)
+        self.num_drafted += len(drafts)
+        self.num_accepted += num_kept - 1
+        return tuple(sampled[:num_kept]), reason
 
     def add_prompt_logprobs(self, start: int, logprobs: Iterable[TokenLogprobs]) -> None:
         """Those that a chunk beginning at ``start`` gave; the first prompt token has none."""
@@ -211,6 +251,8 @@ class Sequence:
             transferred=self.num_transferred,
             recomputed=self.num_recomputed,
             preemptions=self.num_preemptions,
+            drafted=self.num_drafted,
+            accepted=self.num_accepted,
             queue_s=self.queue_s,
             prefill_s=self.prefill_s,
             decode_s=now_s - self.decode_since_s,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from common.types import BlockCounts
+from engine.speculation.statistics import SpeculationStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +11,8 @@ class EngineStatistics:
     """Gauges of now, then counters since the start. ``num_importing`` counts copies under way or
     quarantined; ``prefix_queries`` are admissions of new work, ``prefix_hits`` those that found
     cached blocks, ``prefix_hit_tokens`` the tokens that need not be computed for that;
-    ``ledger_faults`` are checks that found the pool's books wrong (0, or we have a bug)."""
+    ``ledger_faults`` are checks that found the pool's books wrong (0, or we have a bug);
+    ``speculation`` None: it is off."""
 
     num_running: int
     num_waiting: int
@@ -29,3 +31,4 @@ class EngineStatistics:
     prefix_hit_tokens: int
     prefix_evictions: int
     ledger_faults: int
+    speculation: SpeculationStatistics | None = None

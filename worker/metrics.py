@@ -27,7 +27,8 @@ class StepMeter:
 
     def add(self, step: StepRecord) -> None:
         self.seconds.observe(step.end_s - step.start_s)
-        self.tokens.observe(step.num_prefill_tokens + step.num_decode_tokens)
+        num_decode_tokens = step.num_decode_tokens + step.num_draft_tokens
+        self.tokens.observe(step.num_prefill_tokens + num_decode_tokens)
         self.sequences.observe(step.num_sequences)
         self.prefill += prefill_cost(self.costs, step)
         self.decode += decode_cost(self.costs, step)

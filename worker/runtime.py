@@ -1,14 +1,14 @@
 """Puts the compute side of a worker together.
 
 model facts -> number of blocks -> pool memory -> runner (oracle, null or torch) -> block pool ->
-engine, whose loop a worker starts.
+speculator, if it is to draft -> engine, whose loop a worker starts.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.config import WorkerSettings
+from common.config import DecodeSettings, WorkerSettings
 from engine.block_pool import BlockPool
 from engine.block_tables import AllocatorKind
 from engine.engine import Engine
@@ -25,6 +25,7 @@ from kv_transfer.memory import PoolMemory, allocate_pool, sweep_dead_pools
 from kv_transfer.registry import pool_kind
 from worker.identity import WorkerIdentity
 from worker.model import ModelFacts, model_facts, num_pool_blocks
+from worker.speculation import make_speculator
 
 # Gives an engine's runtime its listener.
 MakeRuntime = Callable[[OnEvents], EngineRuntime]
@@ -99,8 +100,11 @@ def make_engine(
         allocator=AllocatorKind(settings.allocator),
         async_depth=settings.async_depth or 0,
     )
+    speculator = None
+    if isinstance(settings, DecodeSettings):
+        speculator = make_speculator(settings, model, runner, pool, clock)
     raises_on_fault = settings.on_ledger_fault == "raise"
-    return Engine(runner, pool, scheduler, clock, raises_on_fault)
+    return Engine(runner, pool, scheduler, clock, raises_on_fault, speculator)
 
 
 def _step_tokens(runner: ModelRunner, pool: BlockPool) -> int:

@@ -29,6 +29,8 @@ class StepSpans:
                     "baton.step_id": record.step_id,
                     "baton.num_prefill_tokens": record.num_prefill_tokens,
                     "baton.num_decode_tokens": record.num_decode_tokens,
+                    "baton.num_draft_tokens": record.num_draft_tokens,
+                    "baton.num_accepted_tokens": record.num_accepted_tokens,
                     "baton.num_sequences": record.num_sequences,
                 },
             )

@@ -4,7 +4,7 @@ Llama 2 and 3, Mistral, SmolLM2, Qwen2 (biases on q, k, v) and Qwen3 (q and k no
 Shapes: n new tokens of all rows of a step, one after the other; no batch axis, no padding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,11 @@ class LlamaModel:
         self._rotary = RotaryEmbedding(
             config.rope, config.head_size, embedding.dtype, embedding.device
         )
+
+    def first_layers(self, num_layers: int) -> "LlamaModel":
+        """The model of these layers, norm and head; weights and KV are those of this one."""
+        weights = replace(self._weights, layers=self._weights.layers[:num_layers])
+        return LlamaModel(replace(self.config, num_layers=num_layers), weights, self.kernels)
 
     def forward(
         self,

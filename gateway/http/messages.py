@@ -91,6 +91,8 @@ def _request(
         n=num_choices(body),
         **prompt,
     )
+    if body.speculation == "off":
+        request.speculation = inference.SPECULATION_OFF
     if body.add_special_tokens is not None:
         request.add_special_tokens = body.add_special_tokens
     return request

@@ -68,6 +68,7 @@ class Generation(Body):
     return_tokens_as_token_ids: bool | None = None
     seed: Seed | None = None
     skip_special_tokens: bool | None = None
+    speculation: Literal["off"] | None = None
     stop: str | Strings | None = None
     stop_token_ids: TokenIds | None = None
     stream: bool | None = None

@@ -25,6 +25,9 @@ from engine.pace import Pace
 from engine.prefix_cache import KeyFunction, PrefixCache
 from engine.runner import ModelRunner
 from engine.scheduler import SchedulerConfig
+from engine.speculation.lengths import DraftLengths
+from engine.speculation.proposer import Proposer
+from engine.speculation.speculator import Speculator
 
 VOCAB_SIZE = 512
 GREEDY = SamplingParams(max_tokens=16, seed=0, temperature=0.0)
@@ -76,6 +79,9 @@ class Rig:
         caching: bool = True,
         key_function: KeyFunction = block_key,
         wrap: Callable[[OracleRunner], ModelRunner] = lambda runner: runner,
+        proposer: Proposer | None = None,
+        max_drafts: int = 5,
+        lengths: DraftLengths | None = None,
         **config: object,
     ) -> None:
         self.clock = StepClock()
@@ -88,7 +94,12 @@ class Rig:
             num_blocks, block_size, "oracle", prefix, self.oracle.poison, self.clock
         )
         settings = SchedulerConfig(**config)  # type: ignore[arg-type]
-        self.engine = Engine(wrap(self.oracle), self.pool, settings, self.clock, True)
+        self.speculator = None
+        if proposer is not None:
+            self.speculator = Speculator(proposer, max_drafts, VOCAB_SIZE, lengths, self.clock)
+        self.engine = Engine(
+            wrap(self.oracle), self.pool, settings, self.clock, True, self.speculator
+        )
         self.events: list[EngineEvent] = []
         self.records: list[StepRecord] = []
 

@@ -1,0 +1,125 @@
+"""How many drafts each decode of a step gets, so that tokens per second are most.
+
+A draft at place j (1, 2, ...) of a sequence whose drafts are accepted at rate p is emitted with
+probability p^j (Leviathan, Kalman, Matias 2023, arXiv 2211.17192, section 3.1). With m drafts in
+all, a step of n tokens becomes one of n + m. So::
+
+    tokens per second (m) = (tokens without drafts + the m best p^j) / (time of n + m tokens
+                                                                       + time of proposing)
+
+and the best m is taken, 0 among them: with a full batch every token costs, and nothing is drafted.
+A choice is kept until another is `HYSTERESIS` better, so that noise does not make it flap.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.speculation.step_times import StepTimes
+
+HYSTERESIS = 0.03
+# What a sequence showed counts less with each further draft.
+_DECAY = 0.9
+_PRIOR_WEIGHT = 2.0
+# No rate is certain: ten drafts are not accepted for ever.
+_MAX_RATE = 0.98
+
+
+class Acceptance:
+    """How often a drafted token is accepted whose predecessors were; recent drafts count more."""
+
+    __slots__ = ("_hits", "_prior", "_trials")
+
+    def __init__(self, prior: float) -> None:
+        self._prior = prior
+        self._hits = 0.0
+        self._trials = 0.0
+
+    def add(self, num_drafts: int, num_accepted: int) -> None:
+        """Behind the first draft that was not accepted nothing was tried."""
+        self._hits = self._hits * _DECAY + num_accepted
+        self._trials = self._trials * _DECAY + num_accepted + (num_accepted < num_drafts)
+
+    @property
+    def rate(self) -> float:
+        hits = self._hits + self._prior * _PRIOR_WEIGHT
+        return min(_MAX_RATE, hits / (self._trials + _PRIOR_WEIGHT))
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A decode: its acceptance rate, how many drafts it can have, how many it had last time."""
+
+    rate: float
+    reach: int
+    before: int = 0
+
+
+class DraftLengths:
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        self._times.observe(num_tokens, seconds)
+
+    def choose(
+        self,
+        num_tokens: int,
+        num_sampled: int,
+        candidates: Sequence[Candidate],
+        limit: int,
+        round_s: float = 0.0,
+    ) -> list[int]:
+        """Drafts for each candidate, ``limit`` at most in all, in a step of ``num_tokens`` without
+        them that samples ``num_sampled``. Proposing takes ``round_s`` for each draft of the longest
+        proposal."""
+        most = max((candidate.reach for candidate in candidates), default=0)
+        best, chosen = num_sampled / self._times.seconds(num_tokens), [0] * len(candidates)
+        # Proposing costs by the longest proposal: each length of it has a best choice.
+        for num_rounds in range(1, most + 1) if round_s else (most,):
+            fixed_s = num_rounds * round_s
+            gains = _best_gains(candidates, num_rounds, limit)
+            best_num, expected = 0, float(num_sampled)
+            for num_drafts, (gain, _) in enumerate(gains, start=1):
+                expected += gain
+                per_s = expected / (self._times.seconds(num_tokens + num_drafts) + fixed_s)
+                if per_s > best:
+                    best, best_num = per_s, num_drafts
+            if best_num:
+                chosen = [0] * len(candidates)
+                for _, index in gains[:best_num]:
+                    chosen[index] += 1
+        before = [min(candidate.before, candidate.reach) for candidate in candidates]
+        kept = self._per_second(num_tokens, num_sampled, candidates, before, round_s)
+        if sum(before) <= limit and best <= kept * (1 + HYSTERESIS):
+            return before
+        return chosen
+
+    def _per_second(
+        self,
+        num_tokens: int,
+        num_sampled: int,
+        candidates: Sequence[Candidate],
+        lengths: Sequence[int],
+        round_s: float,
+    ) -> float:
+        gained = sum(
+            candidate.rate**place
+            for candidate, length in zip(candidates, lengths, strict=True)
+            for place in range(1, length + 1)
+        )
+        cost_s = self._times.seconds(num_tokens + sum(lengths))
+        return (num_sampled + gained) / (cost_s + max(lengths, default=0) * round_s)
+
+
+def _best_gains(
+    candidates: Sequence[Candidate], longest: int, limit: int
+) -> list[tuple[float, int]]:
+    """(expected tokens, candidate) of the drafts that are worth most; of each candidate always
+    those before one are among them."""
+    gains = [
+        (candidate.rate**place, index)
+        for index, candidate in enumerate(candidates)
+        for place in range(1, min(longest, candidate.reach) + 1)
+    ]
+    gains.sort(reverse=True)
+    return gains[: max(0, limit)]
