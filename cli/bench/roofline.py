@@ -221,9 +221,11 @@ def _draw(roofs: Roofs, points: list[Point], path: Path) -> None:
         ys = [point.flops_per_s / 1e9 for point in members]
         axes.plot(xs, ys, color=colour, marker="o", linewidth=1.2, label=phase)
         for point, x, y in zip(members, xs, ys, strict=True):
+            # Slanted: points of one phase may lie close to each other.
             axes.annotate(
-                point.label, (x, y), (6, -13), textcoords="offset points", fontsize=9, color=INK
-            )
+                point.label, (x, y), (3, -7), textcoords="offset points", fontsize=9, color=INK,
+                rotation=-65, rotation_mode="anchor", va="center",
+            )  # fmt: skip
     axes.set_xlabel("FLOPs a byte", color=SOFT)
     axes.legend(frameon=False, loc="lower right")
     style(axes, "GFLOP/s")
@@ -247,4 +249,5 @@ def _draw_roofs(axes: "Axes", roofs: Roofs, points: list[Point]) -> None:
         f"memory: {roofs.bytes_per_s / 1e9:,.1f} GB/s", (middle, roofs.at(middle) / 1e9),
         (-8, 8), textcoords="offset points", ha="right", color=SOFT, fontsize=9.5,
     )  # fmt: skip
-    axes.set_ylim(top=2 * max([roofs.flops_per_s, *(p.flops_per_s for p in points)]) / 1e9)
+    heights = [p.flops_per_s / 1e9 for p in points]
+    axes.set_ylim(min(heights) / 2.5, 2 * max(roofs.flops_per_s / 1e9, *heights))
