@@ -296,11 +296,11 @@ class NatsBus:
                 if not told:
                     log.warning("cannot connect to NATS, trying on: %s", error or "no answer")
                     told = True
-                await self._within(CALL_S, client.close())
+                await self._dispose(client)
                 await asyncio.sleep(random.uniform(*_RECONNECT_S))
                 continue
             except asyncio.CancelledError:
-                await self._within(CALL_S, client.close())
+                await self._dispose(client)
                 raise
             self._client, self._stream, self._puller = client, client.jetstream(), None
             self._connected_since = asyncio.get_running_loop().time()
@@ -317,13 +317,15 @@ class NatsBus:
             await _flush(client)
 
     async def _keep_link(self) -> None:
-        while True:
+        # A cancellation that meets the end of a connect is lost in asyncio.wait_for.
+        while not self._closing:
             # Its closed_cb will not do: it comes after a flush, which a frozen peer never ends.
             while not self._client.is_closed:  # noqa: ASYNC110
                 await asyncio.sleep(_WATCH_S)
             self._connected_since = None
             self._link_up.clear()
             log.warning("the link to NATS is down")
+            await self._dispose(self._client)
             await self._open()
             log.warning("the link to NATS is up again")
             for callback in self._reconnect_callbacks:
@@ -356,7 +358,20 @@ class NatsBus:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.connected:
             await self._within(CALL_S / 2, self._client.flush())
-        await self._within(CALL_S, self._client.close())
+        await self._dispose(self._client)
+
+    async def _dispose(self, client: nats.NATS) -> None:
+        """Ends a client and its socket. nats-py closes at once where anyone (after an -ERR a task
+        that nobody holds) has begun to close, and that waits, perhaps for ever, until the peer
+        has taken what is buffered."""
+        await self._within(CALL_S, client.close())
+        transport = client._transport
+        if transport is None:
+            return
+        for writer in (transport._io_writer, transport._bare_io_writer):
+            if writer is not None:
+                writer.transport.abort()
+        await asyncio.sleep(0)  # the socket is closed in the next turn of the loop
 
     async def _within(self, seconds: float, work: Coroutine[Any, Any, None]) -> None:
         try:

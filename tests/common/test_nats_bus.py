@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.bus import (
@@ -294,6 +295,19 @@ async def test_close_never_hangs(server: NatsServer, how: str) -> None:
     assert await fetching is None
     await asyncio.sleep(0.05)  # cancelled tasks of the client end in the next turn of the loop
     left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not left, left
+
+
+async def test_no_socket_outlives_the_bus(server: NatsServer) -> None:
+    """Even where the peer takes nothing of what is still to be sent."""
+    port = int(server.url.rsplit(":")[-1])
+    bus = await NatsBus.connect(server.url, server.credentials_file("worker"), "w")
+    os.kill(server.pid, signal.SIGSTOP)
+    for _ in range(2):  # together more than the kernel buffers; neither makes the client wait
+        await bus.publish("baton.x", bytes(MAX_MESSAGE_BYTES - 4096))
+        await asyncio.sleep(0.1)
+    await bus.close()
+    left = [c for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port == port]
     assert not left, left
 
 
