@@ -111,13 +111,11 @@ class SequenceSpans:
         costs = self._steps.costs
         decodes = costs.decodes(self._num_decodes, self._num_context)
         decodes += costs.drafts(self._num_drafted, self._num_draft_context)
-        cost = dict(cost_attributes(decodes + Cost(0.0, self._weight_bytes)))
+        cost = {**cost_attributes(decodes + Cost(0.0, self._weight_bytes))}
         if self._num_drafted:
-            cost |= {
-                "baton.drafted": self._num_drafted,
-                "baton.accepted": self._num_accepted,
-                "baton.tokens_per_step": self._num_tokens / max(1, self._num_decodes),
-            }
+            cost["baton.drafted"] = self._num_drafted
+            cost["baton.accepted"] = self._num_accepted
+            cost["baton.tokens_per_step"] = self._num_tokens / max(1, self._num_decodes)
         for name, value in cost.items():
             self._span.set(name, value)
         if self._first is not None and self._last is not None:

@@ -88,18 +88,19 @@ class Speculator:
         num_left = step_budget - plan.num_tokens
         reaches = [self._reach(row) for row in rows]
         lengths = self._choose(plan, rows, reaches, num_left)
-        planned: dict[SequenceId, PlannedRow] = {}
+        wanted: dict[SequenceId, PlannedRow] = {}
         asks: list[Ask] = []
         for row, reach, length in zip(rows, reaches, lengths, strict=True):
-            self._count(reach, length)
+            if length == 0:
+                self._reasons[Reason.NO_GAIN if reach else Reason.NO_PROPOSAL] += 1
             # What is free is also asked where it is not to be verified.
             if length or (reach and self._proposer.is_free):
-                planned[row.sequence.seq_id] = row
+                wanted[row.sequence.seq_id] = row
                 asks.append(Ask(row.sequence, length))
         if asks:
             ready = self._proposer.prepare(asks, num_left)
             self._reasons[Reason.CATCHING_UP] += len(asks) - len(ready)
-            self._propose(ready, planned, tables)
+            self._propose([(wanted[ask.sequence.seq_id], ask) for ask in ready], tables)
         self._proposal_s += self._clock() - start_s
 
     def _reach(self, row: PlannedRow) -> int:
@@ -128,11 +129,7 @@ class Speculator:
         self, plan: Plan, rows: Items[PlannedRow], reaches: Items[int], num_left: int
     ) -> list[int]:
         if self._lengths is None:
-            lengths = []
-            for reach in reaches:
-                lengths.append(min(reach, max(0, num_left)))
-                num_left -= lengths[-1]
-            return lengths
+            return self._as_many_as_fit(rows, reaches, num_left)
         learned = [self._of(row.sequence) for row in rows]
         candidates = [
             Candidate(one.acceptance.rate, reach, one.length)
@@ -149,6 +146,17 @@ class Speculator:
                 num_left -= lengths[index]
         return lengths
 
+    def _as_many_as_fit(
+        self, rows: Items[PlannedRow], reaches: Items[int], num_left: int
+    ) -> list[int]:
+        lengths = []
+        for row, reach in zip(rows, reaches, strict=True):
+            length = min(reach, max(0, num_left))
+            num_left -= length
+            lengths.append(length)
+            self._of(row.sequence).length = length
+        return lengths
+
     def _probe(self, learned: _Learned, num_tokens: int, num_sampled: int) -> int:
         """1 where it is time to see whether drafts have become better, and that would pay."""
         assert self._lengths is not None
@@ -160,46 +168,35 @@ class Speculator:
         perfect = [Candidate(rate=1.0, reach=1)]
         return self._lengths.choose(num_tokens, num_sampled, perfect, 1, self._round_s)[0]
 
-    def _count(self, reach: int, length: int) -> None:
-        if reach == 0:
-            self._reasons[Reason.NO_PROPOSAL] += 1
-        elif length == 0:
-            self._reasons[Reason.NO_GAIN] += 1
-
-    def _propose(
-        self, asks: Items[Ask], planned: dict[SequenceId, PlannedRow], tables: BlockTables
-    ) -> None:
-        wanted = [ask.num_drafts for ask in asks]
-        for ask in asks:
-            row = planned[ask.sequence.seq_id]
-            if ask.num_drafts:
-                ask.num_drafts, row.num_draft_blocks = tables.extend_for_drafts(
-                    ask.sequence, ask.num_drafts
-                )
-        lengths = [ask.num_drafts for ask in asks]
-        if self._proposer.is_free:
-            for ask in asks:
-                ask.num_drafts = max(1, ask.num_drafts)
-        num_rounds = max(lengths, default=0)
+    def _propose(self, wanted: Items[tuple[PlannedRow, Ask]], tables: BlockTables) -> None:
+        """Has the proposer fill the asks, and gives the rows what it has to offer."""
+        lengths: list[int] = []
+        for row, ask in wanted:
+            length, row.num_draft_blocks = tables.extend_for_drafts(ask.sequence, ask.num_drafts)
+            self._reasons[Reason.NO_ROOM] += length == 0 < ask.num_drafts
+            lengths.append(length)
+            ask.num_drafts = max(length, self._proposer.is_free)
         start_s = self._clock()
-        proposals = self._proposer.propose(asks)
-        if num_rounds and not self._proposer.is_free:
-            round_s = (self._clock() - start_s) / num_rounds
-            self._round_s += 0.2 * (round_s - self._round_s) if self._round_s else round_s
-        for ask, proposal, want, length in zip(asks, proposals, wanted, lengths, strict=True):
-            row = planned[ask.sequence.seq_id]
-            drafts = self._checked(ask, proposal)
-            if want and not length:
-                self._reasons[Reason.NO_ROOM] += 1
-            if drafts[:length]:
-                row.draft(drafts[:length])
-                self._by_length[length] += 1
-                self._reasons[Reason.GAIN if self._of(ask.sequence).length else Reason.PROBE] += 1
+        proposals = self._proposer.propose([ask for _, ask in wanted])
+        self._proposing_took(max(lengths, default=0), self._clock() - start_s)
+        for (row, ask), proposal, length in zip(wanted, proposals, lengths, strict=True):
+            proposed = self._checked(ask, proposal)
+            drafts = proposed[:length]
+            learned = self._of(ask.sequence)
+            if drafts:
+                row.draft(drafts)
+                self._by_length[len(drafts)] += 1
+                self._reasons[Reason.GAIN if learned.length else Reason.PROBE] += 1
             else:
                 tables.drop_drafts(ask.sequence, row.num_draft_blocks)
                 row.num_draft_blocks = 0
-                if drafts:
-                    self._of(ask.sequence).expected = (row.end, drafts[0])
+                if proposed:
+                    learned.expected = (len(ask.sequence.token_ids), proposed[0])
+
+    def _proposing_took(self, num_rounds: int, seconds: float) -> None:
+        if num_rounds and not self._proposer.is_free:
+            round_s = seconds / num_rounds
+            self._round_s += 0.2 * (round_s - self._round_s) if self._round_s else round_s
 
     def _checked(self, ask: Ask, proposal: Items[TokenId]) -> tuple[TokenId, ...]:
         """The proposal, or nothing if it is none."""

@@ -67,7 +67,12 @@ def _worker_settings(
     max_num_batched_tokens: int,
     async_depth: int,
 ) -> PrefillSettings | DecodeSettings:
+    drafts: dict[str, Any] = {}
+    if kind is DecodeSettings and async_depth == 0:
+        drafts = {"speculation": "ngram", "fixed_k": True, "num_speculative_tokens": 3}
+        drafts |= {"prompt_lookup_min": 1, "prompt_lookup_max": 2}
     return kind(
+        **drafts,
         model="oracle",
         block_size=BLOCK,
         num_blocks=num_blocks,
