@@ -175,7 +175,7 @@ async def a_ticket_naming_other_blocks_is_found(backend: str, folder: Path) -> N
                 await rig.imports.fetch(forged, moves({1: 4}))
             except TransferError:
                 pass
-            else:  # a backend that asks by the claim alone cannot be misled
+            else:  # a backend that asks by the claim alone is not misled
                 assert (rig.importer_pool.rows[4] == rig.exporter_pool.rows[2]).all()
             rig.require_untouched(except_ids=(4,))
             await rig.require_no_lease()
@@ -393,8 +393,7 @@ CHECKS: list[Check] = [
     a_second_importer_reads_too,
 ]
 
-# Only where blocks carry checksums.
-CORRUPTION_CHECKS: list[Check] = [
+CORRUPTION_CHECKS: list[Check] = [  # only where blocks carry checksums
     one_flipped_bit_is_found,
     a_bit_flipped_on_the_way_is_found,
     a_block_left_out_is_found,
