@@ -67,7 +67,7 @@ class NcclGroup:
         while not work.is_completed():
             if self._aborted or time.monotonic() > deadline_s:
                 self.abort()
-                # Only now does nothing write to the rows any more.
-                self._stream.synchronize()
+                # NCCL works on a stream of its own. Only then does nothing write to the rows.
+                torch.cuda.synchronize(self._device)
                 raise RuntimeError("the other end of an NCCL group is gone")
             time.sleep(_POLL_S)

@@ -24,7 +24,8 @@ class TorchDevice:
         self.uuid = _uuid(self.index)
         self._device = torch.device("cuda", self.index)
         self._stream = torch.cuda.Stream(self._device)
-        self._addresses: dict[int, int] = {}
+        # Of what is allocated or open here.
+        self._addresses: set[int] = set()
         try:
             self._copy_kernel: Any = import_module("kv_transfer.cuda.copy_kernel")
         except ImportError:
@@ -46,8 +47,9 @@ class TorchDevice:
         return self._rows(address, num_blocks, block_bytes)
 
     def free(self, rows: torch.Tensor) -> None:
-        address = self._addresses.pop(rows.data_ptr(), None)
-        if address is not None:
+        address = rows.data_ptr()
+        if address in self._addresses:
+            self._addresses.remove(address)
             with torch.cuda.device(self._device):
                 runtime.free(address)
 
@@ -75,8 +77,9 @@ class TorchDevice:
         return self._rows(address, num_blocks, block_bytes)
 
     def close(self, rows: torch.Tensor) -> None:
+        self._addresses.remove(rows.data_ptr())
         with torch.cuda.device(self._device):
-            runtime.close_handle(self._addresses.pop(rows.data_ptr()))
+            runtime.close_handle(rows.data_ptr())
 
     def copy_blocks(
         self,
@@ -97,7 +100,7 @@ class TorchDevice:
     def _rows(self, address: int, num_blocks: int, block_bytes: int) -> torch.Tensor:
         rows: torch.Tensor = torch.as_tensor(_Memory(address, num_blocks, block_bytes))
         assert rows.data_ptr() == address, "torch copied what it should only look at"
-        self._addresses[address] = address
+        self._addresses.add(address)
         return rows
 
 
