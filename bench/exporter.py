@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from common import failpoints, rpc, wire
 from common.config import PROTOCOL_VERSION
@@ -19,8 +21,10 @@ from common.tls import TlsFiles
 from common.types import BlockRef, KVLayout
 from kv_transfer.base import TransportSettings
 from kv_transfer.control import KVTransferServicer
+from kv_transfer.cuda.device import open_device
 from kv_transfer.exports import Exports
 from kv_transfer.host import this_host
+from kv_transfer.layout import NO_CHECKSUM
 from kv_transfer.memory import allocate_pool
 from kv_transfer.registry import make_exporters, pool_kind
 from kv_transfer.transfers import TransferThread
@@ -54,20 +58,22 @@ def transport_settings(folder: Path, tls: Path | None) -> TransportSettings:
     return TransportSettings(pool_dir=folder, host="0.0.0.0", tls=files)
 
 
-def fill(rows: np.ndarray) -> None:
+def random_rows(num_blocks: int, block_bytes: int) -> np.ndarray:
     """Random bytes, the same in every process: a test knows what it must get."""
     rng = np.random.default_rng(0)
-    for row in rows:
-        row[:] = np.frombuffer(rng.bytes(len(row)), dtype=np.uint8)
+    return rng.integers(0, 256, (num_blocks, block_bytes), dtype=np.uint8)
 
 
 async def serve(args: argparse.Namespace) -> None:
     layout = LAYOUTS[args.layout]
     transfers = TransferThread()
+    kind, device = pool_kind(args.transport), None
+    if kind == "cuda":
+        device, layout = open_device("cuda"), replace(layout, checksum=NO_CHECKSUM)
     with allocate_pool(
-        pool_kind(args.transport), layout, args.num_blocks, args.folder, args.worker_id, args.epoch
+        kind, layout, args.num_blocks, args.folder, args.worker_id, args.epoch, device
     ) as pool:
-        fill(pool.rows)
+        pool.raw.copy_(torch.from_numpy(random_rows(*pool.raw.shape)))
         settings = transport_settings(args.folder, args.tls)
         exporters = make_exporters(args.transport, pool, settings)
         server = rpc.make_internal_server(TOKEN)

@@ -52,6 +52,7 @@ def _worker(worker: inference.WorkerStatus) -> dict[str, Any]:
         "state": worker.state,
         "transport": _transport(worker),
         "bytes_moved": sum(worker.bytes_moved.values()),
+        "kv_links": dict(worker.kv_links),
         "running": worker.running,
         "waiting": worker.waiting,
         "blocks": {name: getattr(worker.blocks, name) for name in _BLOCKS},

@@ -166,7 +166,9 @@ class WorkerSettings(ProcessSettings):
     kernels: Literal["auto", "torch"] = Field(
         "auto", description="attention and matrix products; auto picks torch"
     )
-    transport: Literal["auto", "shm", "tcp"] = Field("auto", description="KV hand-off")
+    transport: Literal["auto", "shm", "tcp", "cuda_ipc", "nccl", "nixl", "gloo"] = Field(
+        "auto", description="KV hand-off; auto takes the best that both ends can prove"
+    )
     insecure_transfer: bool = Field(
         False, description="KV data port off loopback without TLS: who reads it, reads prompts"
     )
@@ -198,6 +200,17 @@ class WorkerSettings(ProcessSettings):
     step_delay_ms: float = Field(0.0, ge=0, description="oracle and null runners: pace of a step")
     token_delay_us: float = Field(0.0, ge=0, description="oracle and null runners: a prompt token")
     oracle_vocab_size: int = Field(512, ge=2, le=65536, description="oracle runner's vocabulary")
+
+    @model_validator(mode="after")
+    def _the_transport_reaches_the_pool(self) -> Self:
+        wanted, device = self.transport, str(self.device)
+        if device == "cpu" and wanted in ("cuda_ipc", "nccl"):
+            raise ConfigError("transport", f"{wanted} is for pools on a GPU; device is cpu")
+        if device != "cpu" and wanted in ("shm", "tcp", "gloo"):
+            raise ConfigError(
+                "transport", f"{wanted} is for pools in host memory; device is {device}"
+            )
+        return self
 
 
 class PrefillSettings(WorkerSettings):

@@ -222,6 +222,7 @@ class Running:
         try:
             with sequence.spans.fetch() as fetched:
                 fetched.result = result = await self._imports.fetch(offer, ready.moves)
+                fetched.reason = self._imports.reason(offer.worker_id)
             spent_s = asyncio.get_running_loop().time() - started_s
             self.transfer_rate.add(result.num_bytes, spent_s)
             usable = True

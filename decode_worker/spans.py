@@ -24,6 +24,7 @@ class FetchSpan:
 
     def __init__(self) -> None:
         self.result: FetchResult | None = None
+        self.reason = ""
 
 
 class SequenceSpans:
@@ -76,6 +77,7 @@ class SequenceSpans:
             yield fetched
             if (result := fetched.result) is not None:
                 span.set("baton.transport", result.transport)
+                span.set("baton.transport_reason", fetched.reason)
                 span.set("baton.num_blocks", result.num_blocks)
                 span.set("baton.num_bytes", result.num_bytes)
                 if result.duration_s > 0:

@@ -147,11 +147,13 @@ class DecodeWorker:
         return self._state is WorkerState.READY
 
     def describe(self) -> wire.WorkerReport:
+        imports = self._imports.statistics()
         load = make_load(
             self._snapshot.current,
             self._runtime.step_age_s(),
             owned=((spec.request_id, spec.attempt) for spec in self._running.specs()),
-            bytes_moved=self._imports.statistics().num_bytes,
+            bytes_moved=imports.num_bytes,
+            kv_links={worker_id: choice.reason for worker_id, choice in imports.links.items()},
             kv_events=self._kv_events.number,
             promised_blocks=self._promises.num_blocks,
             queued_tokens=self._running.num_queued_tokens,

@@ -101,6 +101,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
                 blocks=report.load.blocks,
                 admin_endpoint=report.admin_endpoint,
                 age_s=now - entry.heard_s,
+                kv_links=dict(report.load.kv_links),
             )
         for worker_id, (role, mismatch, _) in sorted(self._registry.refused.items()):
             response.refused.add(

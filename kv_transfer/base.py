@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,8 @@ from common.types import BlockRef, Epoch, KVLayout, WorkerId
 class ShmAddress:
     """The pool file's name is built from these by the reader itself, in its own directory."""
 
+    transport: ClassVar[str] = "shm"
+
     worker_id: WorkerId
     epoch: Epoch
     size_bytes: int
@@ -39,6 +42,8 @@ class ShmAddress:
 
 @dataclass(frozen=True, slots=True)
 class TcpAddress:
+    transport: ClassVar[str] = "tcp"
+
     host: str
     port: int
     tls: bool = False
@@ -48,11 +53,50 @@ class TcpAddress:
 class LoopbackAddress:
     """A pool of the same process; never on a wire."""
 
+    transport: ClassVar[str] = "loopback"
+
     worker_id: WorkerId
     epoch: Epoch
 
 
-TransportAddress = ShmAddress | TcpAddress | LoopbackAddress
+@dataclass(frozen=True, slots=True)
+class DistAddress:
+    """Where to ask for blocks by torch.distributed: ``transport`` is gloo or nccl.
+    ``device_uuid``: of the pool's GPU, "" in host memory."""
+
+    transport: str
+    host: str
+    port: int
+    device_uuid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaIpcAddress:
+    """The whole pool of one epoch. ``handle``: cudaIpcMemHandle_t, which opens it for whoever has
+    it; so it is never logged, and travels only where the run's token was shown."""
+
+    transport: ClassVar[str] = "cuda_ipc"
+
+    device_uuid: str
+    handle: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class NixlAddress:
+    """``agent``: what NIXL calls the metadata of an agent: its ways to be reached and the key to
+    the pool's memory; so it is never logged. ``memory`` is NIXL's name: DRAM or VRAM."""
+
+    transport: ClassVar[str] = "nixl"
+
+    agent: bytes = field(repr=False)
+    base_address: int
+    memory: str
+    device_index: int = 0
+
+
+TransportAddress = (
+    ShmAddress | TcpAddress | LoopbackAddress | DistAddress | CudaIpcAddress | NixlAddress
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +121,9 @@ class Peer:
     layout: KVLayout
     num_blocks: int
     addresses: tuple[TransportAddress, ...]
+
+    def offers(self, transport: str) -> bool:
+        return any(address.transport == transport for address in self.addresses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +176,7 @@ class TransportSettings:
 
     shm: ``pool_dir``. tcp: listens on ``host``, a free port, and is dialled as ``advertise_host``;
     off loopback it is under ``tls``, or refuses unless ``insecure`` says that the network is
-    trusted.
+    trusted. gloo, nccl: the same, without TLS. nixl: off loopback ``insecure`` alone.
     loopback: both ends are given the same ``loopback_hub``.
     """
 

@@ -23,6 +23,11 @@ def available_checksum() -> str:
     return XXH3_64
 
 
+def checksum_on(device: str) -> str:
+    """What the layout of a pool on ``device`` says: no host reads a GPU's blocks to hash them."""
+    return XXH3_64 if device == "cpu" else NO_CHECKSUM
+
+
 def hasher(name: str) -> Hasher | None:
     """The function behind a layout's ``checksum``; None where it says none."""
     if name == NO_CHECKSUM:

@@ -13,8 +13,11 @@ from common.errors import BatonError, LayoutMismatch, PeerLost
 from common.tls import TlsFiles
 from common.types import Epoch, KVLayout, WorkerId
 from kv_transfer.base import (
+    CudaIpcAddress,
+    DistAddress,
     HostIdentity,
     LoopbackAddress,
+    NixlAddress,
     Peer,
     ShmAddress,
     TcpAddress,
@@ -238,19 +241,53 @@ def _address_to_proto(address: TransportAddress) -> wire.worker.TransportAddress
             worker_id=address.worker_id, epoch=address.epoch, size_bytes=address.size_bytes
         )
         return wire.worker.TransportAddress(shm=shm)
-    tcp = wire.worker.TcpAddress(host=address.host, port=address.port, tls=address.tls)
-    return wire.worker.TransportAddress(tcp=tcp)
+    if isinstance(address, TcpAddress):
+        tcp = wire.worker.TcpAddress(host=address.host, port=address.port, tls=address.tls)
+        return wire.worker.TransportAddress(tcp=tcp)
+    if isinstance(address, CudaIpcAddress):
+        ipc = wire.worker.CudaIpcAddress(device_uuid=address.device_uuid, handle=address.handle)
+        return wire.worker.TransportAddress(cuda_ipc=ipc)
+    if isinstance(address, NixlAddress):
+        nixl = wire.worker.NixlAddress(
+            agent=address.agent,
+            base_address=address.base_address,
+            memory=address.memory,
+            device_index=address.device_index,
+        )
+        return wire.worker.TransportAddress(nixl=nixl)
+    dist = wire.worker.DistAddress(
+        host=address.host, port=address.port, device_uuid=address.device_uuid
+    )
+    if address.transport == "gloo":
+        return wire.worker.TransportAddress(gloo=dist)
+    return wire.worker.TransportAddress(nccl=dist)
 
 
 def _addresses_from_proto(
     messages: Sequence[wire.worker.TransportAddress],
 ) -> tuple[TransportAddress, ...]:
     """Kinds that this version does not know are left out."""
-    addresses: list[TransportAddress] = []
-    for message in messages:
-        if message.HasField("shm"):
+    known = (_address_from_proto(message) for message in messages)
+    return tuple(address for address in known if address is not None)
+
+
+def _address_from_proto(message: wire.worker.TransportAddress) -> TransportAddress | None:
+    match message.WhichOneof("address"):
+        case "shm":
             shm = message.shm
-            addresses.append(ShmAddress(shm.worker_id, shm.epoch, shm.size_bytes))
-        elif message.HasField("tcp"):
-            addresses.append(TcpAddress(message.tcp.host, message.tcp.port, message.tcp.tls))
-    return tuple(addresses)
+            return ShmAddress(shm.worker_id, shm.epoch, shm.size_bytes)
+        case "tcp":
+            return TcpAddress(message.tcp.host, message.tcp.port, message.tcp.tls)
+        case "cuda_ipc":
+            return CudaIpcAddress(message.cuda_ipc.device_uuid, message.cuda_ipc.handle)
+        case "gloo":
+            dist = message.gloo
+            return DistAddress("gloo", dist.host, dist.port, dist.device_uuid)
+        case "nccl":
+            dist = message.nccl
+            return DistAddress("nccl", dist.host, dist.port, dist.device_uuid)
+        case "nixl":
+            nixl = message.nixl
+            return NixlAddress(nixl.agent, nixl.base_address, nixl.memory, nixl.device_index)
+        case _:
+            return None

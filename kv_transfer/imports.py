@@ -114,6 +114,11 @@ class Imports:
 
     # ------------------------------------------------------------ for the worker
 
+    def reason(self, worker_id: WorkerId) -> str:
+        """Why blocks of that worker come the way they do; "" where nothing comes from it."""
+        links = (link for link in self._links.open_links() if link.peer.worker_id == worker_id)
+        return next((link.choice.reason for link in links), "")
+
     async def fetch(self, offer: Offer, moves: Sequence[BlockMove]) -> FetchResult:
         """Copies ``moves`` of ``offer`` into the pool and settles; only a return makes them usable.
 

@@ -28,14 +28,15 @@ from numpy.typing import NDArray
 
 from common.errors import ConfigError
 from common.types import Epoch, KVLayout, WorkerId
-from kv_transfer.layout import pool_bytes
+from kv_transfer.cuda.device import Device
+from kv_transfer.layout import NO_CHECKSUM, pool_bytes
 
 log = logging.getLogger(__name__)
 
 POOL_PREFIX = "baton-kv-"
 _WORKER_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
-PoolKind = Literal["plain", "shm"]
+PoolKind = Literal["plain", "shm", "cuda"]
 
 
 @dataclass(slots=True)
@@ -43,8 +44,9 @@ class PoolMemory:
     """One allocated pool, zeroed; block ids are ``0 .. num_blocks - 1``, the null block included.
 
     ``tensor``: ``[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`` of the
-    layout's dtype. ``rows``: the same bytes, ``[num_blocks, block_bytes]``. ``path`` is that of a
-    shared pool's file. Views keep the memory itself alive after ``close``.
+    layout's dtype. ``raw``: the same bytes, ``[num_blocks, block_bytes]``, and ``rows``: them again
+    for numpy, without a row where they lie on a GPU. ``path`` is that of a shared pool's file,
+    ``device`` the GPU of one on a GPU. Views keep host memory alive after ``close``.
     """
 
     layout: KVLayout
@@ -52,12 +54,16 @@ class PoolMemory:
     worker_id: WorkerId
     epoch: Epoch
     tensor: torch.Tensor
+    raw: torch.Tensor
     rows: NDArray[np.uint8]
     path: Path | None = None
     lock_fd: int | None = None
+    device: Device | None = None
 
     def close(self) -> None:
-        """Unlinks the file and lets the lock go. Idempotent."""
+        """Unlinks the file and lets the lock go, or gives device memory back. Idempotent."""
+        if self.device is not None:
+            self.device.free(self.raw)
         if self.path is not None and self.lock_fd is not None:
             self.path.unlink(missing_ok=True)
             os.close(self.lock_fd)
@@ -77,12 +83,20 @@ def allocate_pool(
     pool_dir: Path,
     worker_id: WorkerId,
     epoch: Epoch,
+    device: Device | None = None,
 ) -> PoolMemory:
-    """A pool that peers can map (``shm``) or that only this process sees (``plain``).
+    """A pool that peers can map (``shm``), that only this process sees (``plain``), or on
+    ``device`` (``cuda``).
 
-    Raises ConfigError where the folder cannot be used or has no room for the pool.
+    Raises ConfigError where the folder or the GPU cannot be used or has no room for the pool.
     """
     size = pool_bytes(layout, num_blocks)
+    if kind == "cuda":
+        assert device is not None
+        raw = device.allocate(num_blocks, layout.block_bytes)
+        pool = _pool(layout, num_blocks, worker_id, epoch, raw)
+        pool.device = device
+        return pool
     if kind == "plain":
         rows = torch.zeros(num_blocks, layout.block_bytes, dtype=torch.uint8)
         return _pool(layout, num_blocks, worker_id, epoch, rows)
@@ -106,11 +120,21 @@ def allocate_pool(
 
 
 def _pool(
-    layout: KVLayout, num_blocks: int, worker_id: WorkerId, epoch: Epoch, rows: torch.Tensor
+    layout: KVLayout, num_blocks: int, worker_id: WorkerId, epoch: Epoch, raw: torch.Tensor
 ) -> PoolMemory:
     dtype: torch.dtype = getattr(torch, layout.dtype)
-    tensor = rows.view(dtype).view(num_blocks, *layout.block_shape)
-    return PoolMemory(layout, num_blocks, worker_id, epoch, tensor, rows.numpy())
+    tensor = raw.view(dtype).view(num_blocks, *layout.block_shape)
+    rows = (raw if raw.device.type == "cpu" else raw[:0].cpu()).numpy()
+    return PoolMemory(layout, num_blocks, worker_id, epoch, tensor, raw, rows)
+
+
+def device_without_checksums(pool: PoolMemory, transport: str) -> Device:
+    """The GPU of a pool for a transport between GPUs. Raises ConfigError for another pool."""
+    if pool.device is None:
+        raise ConfigError("transport", f"{transport} needs the KV pool on a GPU")
+    if pool.layout.checksum != NO_CHECKSUM:
+        raise ConfigError("transport", f"{transport} carries no checksums; the layout wants them")
+    return pool.device
 
 
 def pool_path(pool_dir: Path, worker_id: WorkerId, epoch: Epoch) -> Path:

@@ -7,15 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from common.errors import ConfigError, PeerLost
-from kv_transfer.base import (
-    KVExporter,
-    KVImporter,
-    LoopbackAddress,
-    Peer,
-    ShmAddress,
-    TcpAddress,
-    TransportSettings,
-)
+from kv_transfer.base import KVExporter, KVImporter, Peer, TransportSettings
 from kv_transfer.memory import PoolKind, PoolMemory
 
 log = logging.getLogger(__name__)
@@ -25,10 +17,19 @@ _TRANSPORTS = {
     "loopback": ("kv_transfer.loopback", "LoopbackExporter", "LoopbackImporter"),
     "shm": ("kv_transfer.shm", "ShmExporter", "ShmImporter"),
     "tcp": ("kv_transfer.tcp", "TcpExporter", "TcpImporter"),
+    "cuda_ipc": ("kv_transfer.cuda.ipc", "CudaIpcExporter", "CudaIpcImporter"),
+    "gloo": ("kv_transfer.dist", "GlooExporter", "GlooImporter"),
+    "nccl": ("kv_transfer.dist", "NcclExporter", "NcclImporter"),
+    "nixl": ("kv_transfer.nixl", "NixlExporter", "NixlImporter"),
 }
-_ADDRESS_OF = {"loopback": LoopbackAddress, "shm": ShmAddress, "tcp": TcpAddress}
+# Those between pools on GPUs only. nixl takes either; all others read host memory.
+_ON_DEVICE = ("cuda_ipc", "nccl")
+_ANYWHERE = ("nixl",)
+# Those whose memory both ends must see.
+_SAME_HOST = ("shm", "cuda_ipc")
 # What `auto` stands for at one worker, best first.
-_AUTO = ("shm", "tcp")
+_AUTO_ON_HOST = ("shm", "tcp")
+_AUTO_ON_DEVICE = ("cuda_ipc", "nixl", "nccl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,21 @@ class Choice:
     reason: str
 
 
-def transport_names(wanted: str) -> tuple[str, ...]:
-    """The transports that a worker set to ``wanted`` offers and reads, best first."""
+def transport_names(wanted: str, on_device: bool = False) -> tuple[str, ...]:
+    """The transports that a worker set to ``wanted`` offers and reads, best first; ``on_device``:
+    its pool lies on a GPU."""
     if wanted == "auto":
-        return _AUTO
+        return _AUTO_ON_DEVICE if on_device else _AUTO_ON_HOST
     _entry(wanted)
     return (wanted,)
 
 
-def pool_kind(wanted: str) -> PoolKind:
-    """What `allocate_pool` must make for a worker set to ``wanted``."""
+def pool_kind(wanted: str, device: str = "cpu") -> PoolKind:
+    """What `allocate_pool` must make for a worker set to ``wanted`` that computes on ``device``.
+    For a transport between GPUs always "cuda": a device that is none is refused where it is
+    opened."""
+    if device != "cpu" or wanted in _ON_DEVICE:
+        return "cuda"
     return "shm" if "shm" in transport_names(wanted) else "plain"
 
 
@@ -70,15 +76,16 @@ def make_importers(
 def choose(importers: Mapping[str, KVImporter], peer: Peer, same_host: bool) -> Choice:
     """The first of ``importers`` that really reaches ``peer``, which is then connected by it.
 
-    shm counts only where both ends run under one kernel and the peer's pool file can be opened
-    from here. Blocking: opens files and connections. Raises PeerLost telling why nothing works.
+    What shares memory counts only where both ends run under one kernel, and then only if the
+    peer's pool can be opened from here: shm by its file, cuda_ipc by its handle and its GPU's UUID.
+    Blocking: opens files and connections. Raises PeerLost telling why nothing works.
     """
     reasons = []
     for name, importer in importers.items():
-        if not any(isinstance(address, _ADDRESS_OF[name]) for address in peer.addresses):
+        if not peer.offers(name):
             reasons.append(f"{name}: not offered by {peer.worker_id}")
-        elif name == "shm" and not same_host:
-            reasons.append("shm: another host")
+        elif name in _SAME_HOST and not same_host:
+            reasons.append(f"{name}: another host")
         else:
             try:
                 importer.connect(peer)
@@ -96,13 +103,16 @@ def _entry(name: str) -> tuple[str, str, str]:
 
 
 def _make(wanted: str, column: int, pool: PoolMemory, settings: TransportSettings) -> Any:
-    made = {}
-    for name in transport_names(wanted):
+    made: dict[str, Any] = {}
+    names = transport_names(wanted, on_device=pool.device is not None)
+    for name in names:
         entry = _entry(name)
         try:
+            if pool.device is not None and name not in (*_ON_DEVICE, *_ANYWHERE):
+                raise ConfigError("transport", f"{name} reads host memory; the pool is on a GPU")
             made[name] = getattr(import_module(entry[0]), entry[column])(pool, settings)
         except ConfigError as error:
-            if wanted != "auto" or (name == _AUTO[-1] and not made):
+            if wanted != "auto" or (name == names[-1] and not made):
                 raise
             log.info("%s is left out: %s", name, error.message)
     return made

@@ -14,6 +14,7 @@ from engine.models.config import ModelEntry, read_entry
 from engine.null_runner import VOCAB_SIZE as NULL_VOCAB_SIZE
 from engine.null_runner import null_layout
 from engine.oracle import oracle_layout
+from kv_transfer.checksum import checksum_on
 from kv_transfer.registry import pool_kind
 
 ORACLE, NULL = "oracle", "null"
@@ -56,6 +57,7 @@ def model_facts(settings: WorkerSettings) -> ModelFacts:
         head_size=config.head_size,
         dtype=settings.dtype,
         model_fingerprint=own.fingerprint,
+        checksum=checksum_on(settings.device),
     )
     return ModelFacts(description, layout, entry)
 
@@ -113,6 +115,6 @@ def _weight_bytes(model: ModelFacts) -> int:
 
 
 def _free_in_pool_dir(settings: WorkerSettings) -> float:
-    if pool_kind(settings.transport) == "shm" and settings.pool_dir.is_dir():
+    if pool_kind(settings.transport, settings.device) == "shm" and settings.pool_dir.is_dir():
         return psutil.disk_usage(str(settings.pool_dir)).free
     return math.inf

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.config import PROTOCOL_VERSION
-from common.types import KVLayout, ModelDescription, RequestId
+from common.types import KVLayout, ModelDescription, RequestId, WorkerId
 from common.wire import block_counts_to_proto, layout_to_proto, model_to_proto
 from common.wire import worker as wire
 from engine.flops import ModelCosts
@@ -69,6 +69,7 @@ def make_load(
     prefill_tokens_per_s: float = 0.0,
     full_step_tokens_per_s: float = 0.0,
     transfer_bytes_per_s: float = 0.0,
+    kv_links: Mapping[WorkerId, str] | None = None,
 ) -> wire.WorkerLoad:
     return wire.WorkerLoad(
         running=engine.num_running,
@@ -84,4 +85,5 @@ def make_load(
         full_step_tokens_per_s=full_step_tokens_per_s,
         transfer_bytes_per_s=transfer_bytes_per_s,
         kv_events=kv_events,
+        kv_links=kv_links,
     )

@@ -21,6 +21,7 @@ from engine.prefix_cache import PrefixCache
 from engine.runner import ModelRunner
 from engine.scheduler import SchedulerConfig
 from engine.step_budget import measured_step_budget
+from kv_transfer.cuda.device import open_device
 from kv_transfer.memory import PoolMemory, allocate_pool, sweep_dead_pools
 from kv_transfer.registry import pool_kind
 from worker.identity import WorkerIdentity
@@ -45,7 +46,7 @@ def assemble(settings: WorkerSettings, identity: WorkerIdentity) -> Compute:
     """Loads the model and takes the pool's memory; blocking. Raises ConfigError, ModelError."""
     model = model_facts(settings)
     num_blocks = num_pool_blocks(settings, model)
-    kind = pool_kind(settings.transport)
+    kind = pool_kind(settings.transport, settings.device)
     if kind == "shm":
         sweep_dead_pools(settings.pool_dir)
     memory = allocate_pool(
@@ -55,6 +56,7 @@ def assemble(settings: WorkerSettings, identity: WorkerIdentity) -> Compute:
         settings.pool_dir,
         identity.worker_id,
         identity.epoch,
+        open_device(settings.device) if kind == "cuda" else None,
     )
     try:
         engine = make_engine(settings, model, memory)

@@ -56,6 +56,7 @@ class Gateway(inference_grpc.InferenceServiceServicer):
             state="ready",
             transports=["shm"],
             bytes_moved={"shm": 4096},
+            kv_links={"prefill-1": "shm: reached"},
             running=2,
             waiting=1,
             blocks=blocks,
@@ -165,6 +166,7 @@ def test_status_json_has_the_promised_fields(gateway: Gateway, baton: Baton) -> 
         "state": "ready",
         "transport": "shm",
         "bytes_moved": 4096,
+        "kv_links": {"prefill-1": "shm: reached"},
         "running": 2,
         "waiting": 1,
         "blocks": {

@@ -124,6 +124,8 @@ def test_colocated_workers_need_no_others() -> None:
         {"block_size": "x"},
         {"failpoints": "prefill.chunk=kill@1"},
         {"transport": "carrier-pigeon"},
+        {"transport": "cuda_ipc"},
+        {"transport": "nccl"},
     ],
 )
 def test_bad_settings_are_refused_before_anything_starts(settings: dict[str, Any]) -> None:

@@ -3,5 +3,8 @@
 import pytest
 
 pytest.register_assert_rewrite(
-    "tests.kv_transfer.conformance", "tests.kv_transfer.rig", "tests.kv_transfer.stranger"
+    "tests.kv_transfer.conformance",
+    "tests.kv_transfer.fake_device",
+    "tests.kv_transfer.rig",
+    "tests.kv_transfer.stranger",
 )

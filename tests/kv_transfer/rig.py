@@ -9,16 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from common import failpoints
 from common.errors import LeaseRefused, PeerLost
 from common.types import BlockMove, BlockRef, KVLayout, Offer
 from kv_transfer.base import HostIdentity, TransportSettings
 from kv_transfer.exports import Exports
 from kv_transfer.imports import Imports
+from kv_transfer.layout import NO_CHECKSUM
 from kv_transfer.lease import LeaseEnd, LeaseKey, LeaseVerdict
 from kv_transfer.loopback import LoopbackControl
 from kv_transfer.memory import PoolMemory, allocate_pool
 from kv_transfer.registry import make_exporters, make_importers, pool_kind
 from kv_transfer.transfers import TransferThread
+from tests.kv_transfer.fake_device import FakeDevice
 
 LAYOUT = KVLayout(
     num_layers=2, block_size=4, num_kv_heads=2, head_size=8, dtype="float32", model_fingerprint="f"
@@ -42,7 +45,13 @@ class Rig:
     endpoints: dict[str, Exports]
     settings: TransportSettings
     transfers: TransferThread
+    devices: tuple[FakeDevice, FakeDevice] | tuple[None, None]
     ends: list[LeaseEnd] = field(default_factory=list)
+
+    @property
+    def checked(self) -> bool:
+        """Whether blocks carry checksums."""
+        return self.exporter_pool.layout.checksum != NO_CHECKSUM
 
     async def offer(self, block_ids: Sequence[int], attempt: int = 1) -> Offer:
         blocks = [BlockRef(block_id, generation=7) for block_id in block_ids]
@@ -79,10 +88,15 @@ async def open_rig(
 ) -> AsyncIterator[Rig]:
     settings = TransportSettings(pool_dir=folder)
     kind = pool_kind(backend)
+    devices = make_devices(backend, folder)
+    exporter_layout = LAYOUT
+    if kind == "cuda":
+        exporter_layout = replace(LAYOUT, checksum=NO_CHECKSUM)
+        importer_layout = replace(importer_layout, checksum=NO_CHECKSUM)
     transfers = TransferThread()
     with (
-        allocate_pool(kind, LAYOUT, NUM_BLOCKS, folder, "p-1", epoch) as ours,
-        allocate_pool(kind, importer_layout, NUM_BLOCKS, folder, "d-1", 12) as theirs,
+        allocate_pool(kind, exporter_layout, NUM_BLOCKS, folder, "p-1", epoch, devices[0]) as ours,
+        allocate_pool(kind, importer_layout, NUM_BLOCKS, folder, "d-1", 12, devices[1]) as theirs,
     ):
         rng = np.random.default_rng(0)
         ours.rows[:] = rng.integers(0, 256, ours.rows.shape, dtype=np.uint8)
@@ -93,13 +107,37 @@ async def open_rig(
         imports = make_imports(backend, theirs, settings, transfers, endpoints)
         await exports.start()
         await imports.start()
-        rig = Rig(backend, ours, theirs, exports, imports, endpoints, settings, transfers)
+        rig = Rig(backend, ours, theirs, exports, imports, endpoints, settings, transfers, devices)
         try:
             yield rig
         finally:
             await imports.close()
             await exports.close()
             transfers.close()
+        for device in devices:
+            if device is not None:
+                device.require_closed()
+
+
+@asynccontextmanager
+async def second_importer(rig: Rig) -> AsyncIterator[tuple[Imports, PoolMemory]]:
+    """Another worker that fetches from the rig's exporter, with a pool of its own."""
+    pool, (_, device) = rig.importer_pool, make_devices(rig.backend, rig.settings.pool_dir)
+    kind, folder = pool_kind(rig.backend), rig.settings.pool_dir
+    with allocate_pool(kind, pool.layout, NUM_BLOCKS, folder, "d-2", 13, device) as other:
+        imports = make_imports(rig.backend, other, rig.settings, rig.transfers, rig.endpoints)
+        try:
+            yield imports, other
+        finally:
+            await imports.close()
+
+
+def make_devices(backend: str, folder: Path) -> tuple[FakeDevice, FakeDevice] | tuple[None, None]:
+    """Exporter's and importer's: one GPU under two processes for cuda_ipc, two for nccl."""
+    if pool_kind(backend) != "cuda":
+        return None, None
+    other = "GPU-b" if backend == "nccl" else "GPU-a"
+    return FakeDevice("GPU-a", folder), FakeDevice(other, folder)
 
 
 def make_imports(
@@ -119,6 +157,13 @@ def altered(offer: Offer, block: int, block_id: int) -> Offer:
     blocks = list(offer.blocks)
     blocks[block] = BlockRef(block_id, blocks[block].generation)
     return replace(offer, blocks=tuple(blocks))
+
+
+async def reached(failpoint: str) -> None:
+    """Returns once the armed failpoint has acted."""
+    async with asyncio.timeout(WAIT_S):
+        while not failpoints._armed[failpoint].num_hits:
+            await asyncio.sleep(0.001)
 
 
 def cut_renewals(rig: Rig) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import socket
 
-from kv_transfer.base import TcpAddress
+from kv_transfer.base import DistAddress, TcpAddress
 from kv_transfer.lease import LeaseKey, LeaseVerdict
 from kv_transfer.tcp import frames
 from tests.kv_transfer.rig import Rig
@@ -17,7 +17,10 @@ class Stranger:
     """A raw connection to the data port; everything blocks for at most ``patience_s``."""
 
     def __init__(
-        self, address: TcpAddress, patience_s: float = 1.0, source_host: str = "127.0.0.1"
+        self,
+        address: TcpAddress | DistAddress,
+        patience_s: float = 1.0,
+        source_host: str = "127.0.0.1",
     ) -> None:
         self._socket = socket.create_connection(
             (address.host, address.port), patience_s, source_address=(source_host, 0)

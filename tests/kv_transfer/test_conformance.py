@@ -7,7 +7,7 @@ import pytest
 
 from common import failpoints
 from kv_transfer.memory import POOL_PREFIX
-from tests.kv_transfer.conformance import CHECKS, Check
+from tests.kv_transfer.conformance import CHECKS, CORRUPTION_CHECKS, Check
 
 BACKENDS = ["loopback", "shm", "tcp"]
 
@@ -20,6 +20,6 @@ def _nothing_left(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*CHECKS, *CORRUPTION_CHECKS], ids=lambda check: check.__name__)
 async def test_conformance(backend: str, check: Check, tmp_path: Path) -> None:
     await check(backend, tmp_path)

@@ -11,6 +11,13 @@ import pytest
 
 from common import rpc, wire
 from common.errors import InvalidRequest, LayoutMismatch, LeaseRefused, PeerLost, Unauthenticated
+from kv_transfer.base import (
+    CudaIpcAddress,
+    DistAddress,
+    NixlAddress,
+    ShmAddress,
+    TcpAddress,
+)
 from kv_transfer.control import GrpcKVControl, KVTransferServicer
 from kv_transfer.imports import Imports
 from kv_transfer.lease import LeaseKey, LeaseState, LeaseVerdict
@@ -58,6 +65,26 @@ async def test_a_hand_off_over_grpc(tmp_path: Path) -> None:
         assert (result.num_blocks, result.transport) == (1, "shm")
         assert it.imports.statistics().links["p-1"].reason == "shm: reached"
         assert [end.state for end in it.rig.ends] == [LeaseState.SETTLED]
+
+
+async def test_every_address_crosses_the_wire(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As typed fields: what an importer gets is what the exporter's worker said."""
+    addresses = (
+        ShmAddress("p-1", 11, 1 << 33),
+        TcpAddress("10.0.0.1", 65535, tls=True),
+        CudaIpcAddress("GPU-1", bytes(range(64))),
+        DistAddress("gloo", "127.0.0.1", 1),
+        DistAddress("nccl", "10.0.0.1", 2, "GPU-1"),
+        NixlAddress(bytes(range(256)) * 2, (1 << 64) - 1, "VRAM", 7),
+    )
+    async with served(tmp_path) as it:
+        told = replace(it.rig.exports.describe(), addresses=addresses)
+        monkeypatch.setattr(it.rig.exports, "describe", lambda: told)
+        peer, host = await it.control.hello(it.endpoint)
+        assert peer == told
+        assert host == HOST
 
 
 async def test_every_verdict_crosses_the_wire(tmp_path: Path) -> None:

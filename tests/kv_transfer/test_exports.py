@@ -82,7 +82,7 @@ async def main():
         assert offer.checksums == ()
         await it.imports.fetch(offer, rig.moves({1: 5}))
         assert (it.importer_pool.rows[5] == it.exporter_pool.rows[2]).all()
-    import kv_transfer.shm
+    import kv_transfer.cuda.ipc, kv_transfer.dist, kv_transfer.nixl, kv_transfer.shm
 asyncio.run(main())
 """
     done = subprocess.run(

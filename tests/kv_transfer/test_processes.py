@@ -9,10 +9,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from bench.exporter import LAYOUTS, TOKEN, fill
+from bench.exporter import LAYOUTS, TOKEN, random_rows
 from common import failpoints, wire
 from common.config import PROTOCOL_VERSION
 from common.errors import LeaseRefused, PeerLost
@@ -21,27 +20,29 @@ from kv_transfer.base import TransportSettings
 from kv_transfer.control import GrpcKVControl
 from kv_transfer.host import this_host
 from kv_transfer.imports import Imports
+from kv_transfer.layout import NO_CHECKSUM
 from kv_transfer.lease import LeaseVerdict
 from kv_transfer.memory import PoolMemory, allocate_pool, sweep_dead_pools
-from kv_transfer.registry import make_importers
+from kv_transfer.registry import make_importers, pool_kind
 from kv_transfer.transfers import TransferThread
-from tests.kv_transfer.rig import moves
+from tests.kv_transfer.rig import make_devices, moves
 from tests.kv_transfer.test_memory import run_module, stop
 
 LAYOUT = LAYOUTS["tiny"]
 POINTS = ("before_claim", "after_claim", "copy_block", "before_settle")
 NUM_BLOCKS = 24
-EXPECTED = np.zeros((NUM_BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
-fill(EXPECTED)
+EXPECTED = random_rows(NUM_BLOCKS, LAYOUT.block_bytes)
 
 
 class Exporter:
-    """bench/exporter.py as a child."""
+    """bench/exporter.py as a child; one with a GPU has that of tests/kv_transfer/fake_device.py."""
 
     def __init__(self, transport: str, folder: Path, epoch: int = 1, lease_s: float = 3.0) -> None:
         options = {"transport": transport, "folder": folder, "epoch": epoch, "lease-s": lease_s}
         flags = [f"--{name}={value}" for name, value in options.items()]
-        self.child = run_module("bench.exporter", *flags)
+        on_device = pool_kind(transport) == "cuda"
+        module = "tests.kv_transfer.fake_exporter" if on_device else "bench.exporter"
+        self.child = run_module(module, *flags)
         assert self.child.stdin is not None and self.child.stdout is not None
         self._in, self._out = self.child.stdin, self.child.stdout
         self.endpoint = json.loads(self._out.readline())["endpoint"]
@@ -82,8 +83,10 @@ class Importer:
 @asynccontextmanager
 async def importer(transport: str, folder: Path) -> AsyncIterator[Importer]:
     host, transfers = this_host(), TransferThread()
-    with allocate_pool("plain", LAYOUT, NUM_BLOCKS, folder, "importer", 1) as pool:
-        control = GrpcKVControl("importer", 1, LAYOUT, host, TOKEN, PROTOCOL_VERSION)
+    _, device = make_devices(transport, folder)
+    kind, layout = ("cuda", replace(LAYOUT, checksum=NO_CHECKSUM)) if device else ("plain", LAYOUT)
+    with allocate_pool(kind, layout, NUM_BLOCKS, folder, "importer", 1, device) as pool:
+        control = GrpcKVControl("importer", 1, layout, host, TOKEN, PROTOCOL_VERSION)
         importers = make_importers(transport, pool, TransportSettings(pool_dir=folder))
         imports = Imports(pool, importers, transfers, control, host)
         try:
@@ -93,6 +96,8 @@ async def importer(transport: str, folder: Path) -> AsyncIterator[Importer]:
             await imports.close()
             await control.close()
             transfers.close()
+            if device is not None:
+                device.require_closed()
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp"])

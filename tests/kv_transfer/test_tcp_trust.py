@@ -20,7 +20,7 @@ from kv_transfer.memory import PoolMemory, allocate_pool
 from kv_transfer.registry import choose, make_exporters, make_importers
 from kv_transfer.tcp import exporter
 from tests.kv_transfer import rig as rigs
-from tests.kv_transfer.conformance import CHECKS, Check
+from tests.kv_transfer.conformance import CHECKS, CORRUPTION_CHECKS, Check
 from tests.kv_transfer.rig import LAYOUT, make_imports, moves, open_rig
 from tests.kv_transfer.stranger import Stranger, address_of, claimed, frame_of, heard
 
@@ -112,7 +112,7 @@ def tls_rigs(tls: TlsFiles, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("tls_rigs")
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [*CHECKS, *CORRUPTION_CHECKS], ids=lambda check: check.__name__)
 async def test_conformance_over_tls(check: Check, tmp_path: Path) -> None:
     await check("tcp", tmp_path)
 

@@ -343,6 +343,7 @@ async def test_the_spans_of_a_sequence_hang_under_its_attempt(
     assert sorted(attempt_span.children("attempt")) == sorted([*one, *one])
     fetch = next(span for span in spans if span.name == "kv.fetch")
     assert fetch.attributes["baton.transport"] == "loopback"
+    assert fetch.attributes["baton.transport_reason"] == "loopback: reached"
     assert fetch.attributes["baton.num_bytes"] == 8 * 4 * 64
     assert len(next(span for span in spans if span.name == "decode.run").links) == 2
     assert [s.error for s in spans if s.name == "decode"] == ["", "aborted"]
