@@ -294,7 +294,7 @@ class NatsBus:
                 await self._subscribe_all(client)
             except (OSError, TimeoutError, nats.errors.Error) as error:
                 if not told:
-                    log.warning("cannot connect to NATS, trying on: %s", error or "no answer")
+                    log.warning("cannot connect to NATS, trying on: %s", _reason(error))
                     told = True
                 await self._within(CALL_S, client.close())
                 await asyncio.sleep(random.uniform(*_RECONNECT_S))
@@ -369,6 +369,13 @@ class NatsBus:
         msg = await fetching
         if msg is not None and self.connected:
             await msg.nak()
+
+
+def _reason(error: Exception) -> str:
+    """With the setting that is probably wrong, where that can be told."""
+    if "Authorization Violation" in str(error):
+        return "nats_credentials_file: the server does not take its user and password"
+    return f"nats_url: {error or 'no answer'}"
 
 
 async def _flush(client: nats.NATS) -> None:
