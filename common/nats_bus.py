@@ -333,7 +333,7 @@ class NatsBus:
         kind = type(error).__name__
         self._errors[kind] += 1
         if self._errors[kind] == 1:
-            log.warning("NATS: %s (told once, counted from now on)", error)
+            log.warning("NATS: %s (told once, counted from now on)", _reason(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
         task = asyncio.create_task(work, name=what)
@@ -375,7 +375,9 @@ def _reason(error: Exception) -> str:
     """With the setting that is probably wrong, where that can be told."""
     if "Authorization Violation" in str(error):
         return "nats_credentials_file: the server does not take its user and password"
-    return f"nats_url: {error or 'no answer'}"
+    if isinstance(error, OSError):
+        return f"nats_url: {error}"
+    return str(error) or "no answer"
 
 
 async def _flush(client: nats.NATS) -> None:
