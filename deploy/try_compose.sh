@@ -137,7 +137,8 @@ stream() { curl -sN -D "$work/headers" -m 60 "http://127.0.0.1:$HTTP_PORT/v1/com
 
 first_token() {  # waits for one
   local deadline=$((SECONDS + 90))
-  until stream 2>/dev/null | grep -q '"text"'; do
+  # Whoever has seen one token hangs up, and curl minds.
+  until (set +o pipefail; stream 2>/dev/null | grep -q '"text"'); do
     [ $SECONDS -lt $deadline ] || fail "no answer"
     sleep 0.2
   done
