@@ -31,6 +31,7 @@ check: install
 	$(BIN)/buf lint proto
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/deploy/test_manifests.py
 
 # One process takes all tests of a file, which share what they started. The simulation takes
 # every core by itself; all else runs side by side.

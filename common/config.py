@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from common.config_check import check_environment, check_names, explain, yaml_reason
 from common.errors import ConfigError
+from common.secret_files import is_exposed
 from common.sizes import Bytes
 from common.tls import PublicTlsFiles, TlsFiles
 from common.types import LocalPrefill, Role
@@ -330,11 +331,11 @@ def read_token(path: Path | None, setting: str) -> str:
 def read_secret(path: Path, setting: str) -> str:
     """Content of a secret file; refuses one that others may read."""
     try:
-        mode = path.stat().st_mode & 0o077
+        exposed = is_exposed(path.stat())
         text = path.read_text().strip()
     except OSError as error:
         raise ConfigError(setting, f"cannot read {path}: {error.strerror}") from None
-    if mode:
+    if exposed:
         raise ConfigError(setting, f"{path} is readable by others; chmod 600 it")
     if not text:
         raise ConfigError(setting, f"{path} is empty")

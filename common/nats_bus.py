@@ -294,7 +294,7 @@ class NatsBus:
                 await self._subscribe_all(client)
             except (OSError, TimeoutError, nats.errors.Error) as error:
                 if not told:
-                    log.warning("cannot connect to NATS, trying on: %s", error or "no answer")
+                    log.warning("cannot connect to NATS, trying on: %s", _reason(error))
                     told = True
                 await self._dispose(client)
                 await asyncio.sleep(random.uniform(*_RECONNECT_S))
@@ -335,7 +335,7 @@ class NatsBus:
         kind = type(error).__name__
         self._errors[kind] += 1
         if self._errors[kind] == 1:
-            log.warning("NATS: %s (told once, counted from now on)", error)
+            log.warning("NATS: %s (told once, counted from now on)", _reason(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
         task = asyncio.create_task(work, name=what)
@@ -384,6 +384,15 @@ class NatsBus:
         msg = await fetching
         if msg is not None and self.connected:
             await msg.nak()
+
+
+def _reason(error: Exception) -> str:
+    """With the setting that is probably wrong, where that can be told."""
+    if "Authorization Violation" in str(error):
+        return "nats_credentials_file: the server does not take its user and password"
+    if isinstance(error, OSError):
+        return f"nats_url: {error}"
+    return str(error) or "no answer"
 
 
 async def _flush(client: nats.NATS) -> None:

@@ -32,13 +32,15 @@ _STOP_S = 2.0
 
 _CONFIG = """\
 server_name: {name}
-listen: "{host}:{port}"
-ports_file_dir: "{run_dir}"
-log_file: "{run_dir}/nats-server.log"
+listen: "{listen}"
 max_payload: {max_payload}
 write_deadline: "2s"
-jetstream {{ store_dir: "{run_dir}/jetstream", max_mem: 1GB, max_file: 1MB }}
+jetstream {{ store_dir: "{store_dir}", max_mem: 1GB, max_file: 1MB }}
 authorization {{ users: {users} }}
+"""
+_EMBEDDED = """\
+ports_file_dir: "{run_dir}"
+log_file: "{run_dir}/nats-server.log"
 """
 # A client speaks TLS from the first byte: see NatsBus.connect.
 _TLS = """\
@@ -136,18 +138,9 @@ class NatsServer:
         self.stop()
 
     def _config(self) -> str:
-        users = [
-            {"user": role, "password": self._passwords[role], "permissions": permissions}
-            for role, permissions in self._roles.items()
-        ]
-        config = _CONFIG.format(
-            name=f"baton-{secrets.token_hex(4)}",
-            host=_HOST,
-            port=self._port or -1,
-            run_dir=self._run_dir,
-            max_payload=MAX_MESSAGE_BYTES,
-            users=json.dumps(users, indent=2),
-        )
+        listen, store_dir = f"{_HOST}:{self._port or -1}", str(self._run_dir / "jetstream")
+        config = server_config(listen, store_dir, self._passwords, self._roles)
+        config += _EMBEDDED.format(run_dir=self._run_dir)
         if self._tls is None:
             return config
         files = {"cert": self._tls.cert, "key": self._tls.key, "ca": self._tls.ca}
@@ -169,6 +162,26 @@ class NatsServer:
                 return
             time.sleep(0.01)
         raise ConfigError("nats", f"nats-server did not start, see {self._run_dir}/nats-server.log")
+
+
+def server_config(
+    listen: str,
+    store_dir: str,
+    passwords: Mapping[str, str],
+    roles: Mapping[str, Mapping[str, object]] = ROLES,
+) -> str:
+    """What every nats-server of ours is told, whoever starts it. ``passwords``: of each role."""
+    users = [
+        {"user": role, "password": passwords[role], "permissions": permissions}
+        for role, permissions in roles.items()
+    ]
+    return _CONFIG.format(
+        name=f"baton-{secrets.token_hex(4)}",
+        listen=listen,
+        max_payload=MAX_MESSAGE_BYTES,
+        store_dir=store_dir,
+        users=json.dumps(users, indent=2),
+    )
 
 
 def find_nats_server() -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import ConfigError
+from common.secret_files import is_exposed
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def _loaded(
     """``prefix``: how the names of the settings begin."""
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     with _naming(f"{prefix}_key_file", key):
-        if key.stat().st_mode & 0o077:
+        if is_exposed(key.stat()):
             raise ConfigError(f"{prefix}_key_file", f"{key} is readable by others; chmod 600 it")
     if ca is not None:
         kind = "ca" if prefix == "tls" else "client_ca"

@@ -6,6 +6,7 @@ the server stops, links and NATS close, spans are sent.
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -34,6 +35,8 @@ from gateway.registry import WorkerEntry
 from gateway.servicer import InferenceServicer
 from gateway.serving import Service
 from gateway.tokenizer import IdTokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
 
 _READY_POLL_S = 0.25
 _OFFER_CALL_S = 2.0
@@ -170,12 +173,13 @@ async def _serve(
 
 
 async def _follow_readiness(gateway: Gateway, health: rpc.Health) -> None:
-    """Health says SERVING exactly while a request would be taken."""
-    ready = None
+    """Health says SERVING exactly while a request would be taken; the log says what is missing."""
+    told = None
     while True:
-        if gateway.ready != ready:
-            ready = gateway.ready
-            await health.set_ready(ready)
+        if (reason := gateway.not_ready_because) != told:
+            told = reason
+            log.info("not ready: %s", reason) if reason else log.info("ready")
+            await health.set_ready(not reason)
         await asyncio.sleep(_READY_POLL_S)
 
 

@@ -149,10 +149,21 @@ class Gateway:
     @property
     def ready(self) -> bool:
         """A request would be taken now and, as far as is known, served."""
-        prefill = bool(self.registry.ready(Role.PREFILL))
+        return not self.not_ready_because
+
+    @property
+    def not_ready_because(self) -> str:
+        """What is missing, for an operator; empty while it is ready."""
+        if self.pipeline.draining:
+            return "it is draining"
+        if not self.bus.connected:
+            return "the link to NATS is down"
         links = [link for link in self.decode.links.values() if link.connected]
-        served = [link for link in links if prefill or self.decode.is_local(link)]
-        return bool(served) and self.bus.connected and not self.pipeline.draining
+        if not links:
+            return "no decode worker is connected"
+        if not self.registry.ready(Role.PREFILL) and not any(map(self.decode.is_local, links)):
+            return "there is no prefill worker, and no decode worker computes prompts itself"
+        return ""
 
     def ready_workers(self) -> list[str]:
         """Ids of the workers that it would give work to."""

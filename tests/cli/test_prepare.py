@@ -322,3 +322,15 @@ def test_a_cache_that_cannot_be_written_is_said_clearly(tmp_path: Path) -> None:
 
 def test_the_vocabulary_of_the_helper_is_the_models() -> None:
     assert tokenizer().get_vocab_size() == hf_tensors()["model.embed_tokens.weight"].shape[0]
+
+
+def test_a_link_to_the_entry_follows_the_model(tmp_path: Path) -> None:
+    """What containers are told to read: one path, whatever is served."""
+    link = tmp_path / "served"
+    for name in ("one", "two"):
+        folder = hf_folder(tmp_path / name)
+        command = [sys.executable, "-m", "cli.main", "prepare", "--model", str(folder)]
+        options = ["--cache-dir", str(tmp_path / "cache"), "--link", str(link)]
+        subprocess.run([*command, *options], check=True, capture_output=True)
+        assert read_entry(link).description.name == name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "one", "served", "two"]

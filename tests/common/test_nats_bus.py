@@ -364,3 +364,22 @@ async def test_a_link_that_was_refused_comes_back(server: NatsServer, tmp_path: 
         await bus.publish("baton.x", b"again")
         await until(lambda: got == [b"again"])
         assert reconnects
+
+
+async def test_a_wrong_password_is_told_with_its_setting(
+    server: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be set right at the server, so the process waits; its log says for what."""
+    credentials = server.credentials_file("worker")
+    credentials.write_text('{"user": "worker", "password": "wrong"}')
+    connecting = asyncio.create_task(NatsBus.connect(server.url, credentials, "a"))
+    await until(lambda: "nats_credentials_file: the server does not take" in caplog.text)
+    connecting.cancel()
+    await asyncio.gather(connecting, return_exceptions=True)
+
+
+async def test_no_server_is_told_with_its_setting(caplog: pytest.LogCaptureFixture) -> None:
+    connecting = asyncio.create_task(NatsBus.connect("nats://127.0.0.1:1", None, "a"))
+    await until(lambda: "nats_url: " in caplog.text)
+    connecting.cancel()
+    await asyncio.gather(connecting, return_exceptions=True)
