@@ -16,7 +16,6 @@ from support.oracle_requests import Case, ask, make_cases
 from common.client import BatonClient
 from common.errors import Overloaded
 
-NUM_CLIENTS = 50
 # Between two requests of a client: the right answers are computed here, too.
 PAUSE_S = 0.3
 DRAIN_S = 15.0
@@ -45,7 +44,7 @@ class Load:
 
 
 @asynccontextmanager
-async def load_on(cluster: Cluster) -> AsyncIterator[Load]:
+async def load_on(cluster: Cluster, num_clients: int) -> AsyncIterator[Load]:
     load, stopping = Load(), asyncio.Event()
     cases = iter(make_cases(3, 100_000, prompt_tokens=(1, 120), max_tokens=(1, 40)))
 
@@ -56,7 +55,7 @@ async def load_on(cluster: Cluster) -> AsyncIterator[Load]:
                 await asyncio.sleep(PAUSE_S)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(NUM_CLIENTS):
+        for _ in range(num_clients):
             group.create_task(client_loop())
         try:
             yield load
@@ -91,17 +90,19 @@ def has_ended(worker: Process) -> bool:
     return psutil.Process(worker.pid).status() == psutil.STATUS_ZOMBIE
 
 
-async def churn(folder: Path, num_visits: int, every_s: float, stay_s: float) -> None:
+async def churn(
+    folder: Path, num_clients: int, num_visits: int, every_s: float, stay_s: float
+) -> None:
     """Visits begin ``every_s`` apart, the pools in turn; those that `baton up` started stay."""
     async with baton_up(folder, local_prefill="auto", flags=FLAGS) as cluster:
-        async with load_on(cluster) as load, asyncio.TaskGroup() as group:
+        async with load_on(cluster, num_clients) as load, asyncio.TaskGroup() as group:
             for number in range(num_visits):
                 role = ("prefill", "decode")[number % 2]
                 group.create_task(visit(cluster, role, stay_s))
                 await asyncio.sleep(every_s)
         print(f"{load.num_sent} sent: {dict(load.ends)}")
         assert load.num_sent == load.ends.total()
-        assert load.ends["stayed"] + load.ends["moved"] > NUM_CLIENTS
+        assert load.ends["stayed"] + load.ends["moved"] > num_clients
         assert (await cluster.debug(cluster.of_role("gateway")[0], "gateway"))["counters"][
             "failed"
         ] == load.ends["refused"]
@@ -109,11 +110,11 @@ async def churn(folder: Path, num_visits: int, every_s: float, stay_s: float) ->
 
 @pytest.mark.timeout(180)
 async def test_a_prefill_and_a_decode_worker_come_and_go(tmp_path: Path) -> None:
-    await churn(tmp_path, num_visits=2, every_s=3.0, stay_s=3.0)
+    await churn(tmp_path, num_clients=16, num_visits=2, every_s=3.0, stay_s=3.0)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
 async def test_churn_for_two_minutes(tmp_path: Path) -> None:
     """A join every 12 s and a stay of 18: something comes or goes every 6 s."""
-    await churn(tmp_path, num_visits=10, every_s=12.0, stay_s=18.0)
+    await churn(tmp_path, num_clients=50, num_visits=10, every_s=12.0, stay_s=18.0)

@@ -16,7 +16,7 @@ QUICK = (
     "one-token", "capital-of-france", "code", "digits", "emoji", "chinese", "length-16",
     "length-17",
 )  # fmt: skip
-QUICK_TOKENS = 48
+QUICK_TOKENS = 24
 
 
 def shortened(golden: Golden, num_tokens: int) -> Golden:
