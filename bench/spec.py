@@ -284,8 +284,8 @@ def coupling(bench: Bench) -> dict[str, Any]:
 
 
 def same_choice(p: torch.Tensor, q: torch.Tensor) -> float:
-    """Over the 2,000 likeliest ids, the rest of the mass (below 1e-3) left out."""
-    top = (p + q).topk(min(2000, len(p))).indices
+    """Over the 500 likeliest ids; the rest of the mass is left out."""
+    top = (p + q).topk(min(500, len(p))).indices
     p, q = p[top].double().clamp_min(1e-30), q[top].double().clamp_min(1e-30)
     total = 0.0
     for i in range(len(p)):
