@@ -16,7 +16,13 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from common.config_check import check_environment, check_names, explain, yaml_reason
+from common.config_check import (
+    check_environment,
+    check_names,
+    explain,
+    has_nvidia_driver,
+    yaml_reason,
+)
 from common.errors import ConfigError
 from common.sizes import Bytes
 from common.tls import PublicTlsFiles, TlsFiles
@@ -159,11 +165,15 @@ class WorkerSettings(ProcessSettings):
     worker_id: str | None = Field(None, description="default: role, host and a start nonce")
     model: str = Field("default", description="prepared model entry (DIR), oracle or null")
     port: int = Field(0, ge=0, le=65535, description="internal gRPC port; 0 means free")
-    device: Literal["cpu"] = Field("cpu", description="cpu is the only one that works now")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
     dtype: Literal["float32", "float16", "bfloat16"] = Field("float32", description="activations")
-    kernels: Literal["auto", "torch"] = Field(
-        "auto", description="attention and matrix products; auto picks torch"
+    kernels: Literal["auto", "torch", "triton"] = Field(
+        "auto", description="all but matrix products; auto picks triton on cuda"
     )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="this worker's share of the whole GPU's memory"
+    )
+    enforce_eager: bool = Field(False, description="no CUDA graphs")
     transport: Literal["auto", "shm", "tcp"] = Field("auto", description="KV hand-off")
     insecure_transfer: bool = Field(
         False, description="KV data port off loopback without TLS: who reads it, reads prompts"
@@ -195,6 +205,14 @@ class WorkerSettings(ProcessSettings):
     drain_budget_s: float = Field(60.0, ge=0, description="time to finish after SIGTERM")
     step_delay_ms: float = Field(0.0, ge=0, description="oracle and null runners: pace of a step")
     oracle_vocab_size: int = Field(512, ge=2, le=65536, description="oracle runner's vocabulary")
+
+    @model_validator(mode="after")
+    def _the_device_is_there(self) -> Self:
+        if self.device == "cpu" and self.kernels == "triton":
+            raise ConfigError("kernels", "triton needs device cuda")
+        if self.device == "cuda" and not has_nvidia_driver():
+            raise ConfigError("device", "cuda needs an NVIDIA driver, and this machine has none")
+        return self
 
 
 class PrefillSettings(WorkerSettings):
