@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help install demo check test test-full clean
+.PHONY: help install demo check test test-full gpu-check clean
 
 help:
 	@echo "make demo       start 1 prefill + 1 decode worker, ask a real model a question"
 	@echo "make check      lint, types, import layers (under a minute)"
 	@echo "make test       the test suite (about twelve minutes on two cores)"
 	@echo "make test-full  the long tests as well"
+	@echo "make gpu-check  the GPU path: on a GPU, or what of it a CPU can show"
 	@echo "make install    only the environment, in .venv"
 
 install: $(STAMP)
@@ -44,6 +45,10 @@ test: install
 test-full: install
 	$(PYTEST) -m "full and not gpu" -n 2 --ignore tests/sim
 	$(PYTEST) -m "full and not gpu" tests/sim
+
+# A machine with a GPU needs no install: `python -m bench.gpu_check` with torch and triton will do.
+gpu-check: install
+	$(BIN)/python -m bench.gpu_check
 
 clean:
 	rm -rf .venv baton build dist .mypy_cache .ruff_cache .pytest_cache

@@ -54,6 +54,7 @@ class Times:
 
 class TimedKernels(TorchKernels):
     def __init__(self, times: Times) -> None:
+        super().__init__()
         self._times = times
 
     def attention(self, cache: KVCache, spans: Sequence[Span]) -> Attention:

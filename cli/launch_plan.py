@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from cli.child import ChildSpec
-from common.config import DecodeSettings, GatewaySettings, PrefillSettings, ProcessSettings, load
+from common.config import (
+    DecodeSettings,
+    GatewaySettings,
+    PrefillSettings,
+    ProcessSettings,
+    WorkerSettings,
+    load,
+)
 from common.errors import ConfigError
 from common.nats_server import NatsServer
 from common.tls import TlsFiles
@@ -102,8 +109,17 @@ class LaunchPlan:
         own = ["--model", model, *_links(nats, role, token_file, otlp)]
         if pool == _BOTH:
             own += ["--local-prefill", LocalPrefill.ALWAYS.value]
+        own += self._gpu_share(role)
         environment = {"OMP_NUM_THREADS": str(num_threads)}
         return self._spec(role, f"{pool}-{index}", own, environment)
+
+    def _gpu_share(self, role: str) -> list[str]:
+        """All workers of a run are on one GPU and divide what one alone would take."""
+        settings = load(_KINDS[role], self._of(role), self.config)
+        if not isinstance(settings, WorkerSettings) or settings.device == "cpu":
+            return []
+        share = settings.gpu_memory_utilization / self.pools.num_engines
+        return ["--gpu-memory-utilization", f"{share:.4f}"]
 
     def gateways(
         self, nats: NatsServer, token_file: Path, otlp: str, model: str

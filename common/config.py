@@ -17,7 +17,13 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from common.config_check import check_environment, check_names, explain, yaml_reason
+from common.config_check import (
+    check_environment,
+    check_names,
+    explain,
+    has_nvidia_driver,
+    yaml_reason,
+)
 from common.errors import ConfigError
 from common.secret_files import is_exposed
 from common.sizes import Bytes
@@ -162,14 +168,18 @@ class WorkerSettings(ProcessSettings):
     worker_id: str | None = Field(None, description="default: role, host and a start nonce")
     model: str = Field("default", description="prepared model entry (DIR), oracle or null")
     port: int = Field(0, ge=0, le=65535, description="internal gRPC port; 0 means free")
-    device: Literal["cpu"] = Field("cpu", description="cpu is the only one that works now")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
     dtype: Literal["float32", "float16", "bfloat16"] = Field("float32", description="activations")
-    kernels: Literal["auto", "torch"] = Field(
-        "auto", description="attention and matrix products; auto picks torch"
+    kernels: Literal["auto", "torch", "triton"] = Field(
+        "auto", description="all but matrix products; auto picks triton on cuda"
     )
     transport: Literal["auto", "shm", "tcp", "cuda_ipc", "nccl", "nixl", "gloo"] = Field(
         "auto", description="KV hand-off; auto takes the best that both ends can prove"
     )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="this worker's share of the whole GPU's memory"
+    )
+    enforce_eager: bool = Field(False, description="no CUDA graphs")
     insecure_transfer: bool = Field(
         False, description="KV data port off loopback without TLS: who reads it, reads prompts"
     )
@@ -203,14 +213,16 @@ class WorkerSettings(ProcessSettings):
     oracle_vocab_size: int = Field(512, ge=2, le=65536, description="oracle runner's vocabulary")
 
     @model_validator(mode="after")
-    def _the_transport_reaches_the_pool(self) -> Self:
-        wanted, device = self.transport, str(self.device)
+    def _the_device_is_there(self) -> Self:
+        wanted, device = self.transport, self.device
+        if device == "cpu" and self.kernels == "triton":
+            raise ConfigError("kernels", "triton needs device cuda")
         if device == "cpu" and wanted in ("cuda_ipc", "nccl"):
             raise ConfigError("transport", f"{wanted} is for pools on a GPU; device is cpu")
-        if device != "cpu" and wanted in ("shm", "tcp", "gloo"):
-            raise ConfigError(
-                "transport", f"{wanted} is for pools in host memory; device is {device}"
-            )
+        if device == "cuda" and wanted in ("shm", "tcp", "gloo"):
+            raise ConfigError("transport", f"{wanted} is for pools in host memory; device is cuda")
+        if device == "cuda" and not has_nvidia_driver():
+            raise ConfigError("device", "cuda needs an NVIDIA driver, and this machine has none")
         return self
 
 

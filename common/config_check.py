@@ -1,5 +1,6 @@
 """What is wrong with settings, in the words of who gave them."""
 
+import ctypes
 import difflib
 import os
 import re
@@ -83,3 +84,12 @@ def _reason(error: ErrorDetails) -> str:
     if wanted is None:
         return error["msg"].removeprefix("Value error, ")
     return f"must be {wanted.format(**error.get('ctx', {}))}, not {error['input']!r}"
+
+
+def has_nvidia_driver() -> bool:
+    """Whether this process could load it; says nothing of torch, which is not imported for this."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

@@ -13,9 +13,33 @@ layer's first keys do makes the same slots valid for that layer, with no arithme
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPool:
+    """One layer as GPU kernels address it. ``keys`` ``[num_blocks, block_size, num_kv_heads,
+    head_size]`` is a view of the pool, only its last axis contiguous; the values of a token lie
+    ``value_offset`` elements behind its keys."""
+
+    keys: Tensor
+    value_offset: int
+
+    @classmethod
+    def of(cls, storage: Tensor, layer: int) -> "LayerPool":
+        assert storage.stride(-1) == 1
+        return cls(storage[:, layer, 0], storage.stride(2))
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.keys.shape[2]
 
 
 class KVCache:
@@ -28,7 +52,11 @@ class KVCache:
         self.block_size = block_size
         self.dtype = storage.dtype
         self.device = storage.device
-        self._storage = storage
+        self.layers = [LayerPool.of(storage, layer) for layer in range(num_layers)]
+        self.rows_per_block = 2 * num_layers * block_size
+        self.block_bytes = storage[0].numel() * storage.element_size()
+        self.num_bytes = storage.numel() * storage.element_size()
+        self.storage = storage
         self._runs_per_block = 2 * num_layers
         rows = storage.view(-1, num_heads, head_size)
         runs = storage.view(-1, block_size, num_heads, head_size)
@@ -38,7 +66,7 @@ class KVCache:
 
     def slots(self, block_ids: Sequence[int], start: int, end: int) -> list[int]:
         """Slots of the positions ``start`` to ``end - 1`` of a sequence with this block table."""
-        size, stride = self.block_size, self._runs_per_block * self.block_size
+        size, stride = self.block_size, self.rows_per_block
         if end - start == 1:
             return [block_ids[start // size] * stride + start % size]
         return [
@@ -63,4 +91,4 @@ class KVCache:
         return keys.flatten(0, 1), values.flatten(0, 1)
 
     def copy_block(self, source: int, target: int) -> None:
-        self._storage[target].copy_(self._storage[source])
+        self.storage[target].copy_(self.storage[source])

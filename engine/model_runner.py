@@ -27,6 +27,7 @@ from engine.kv_cache import KVCache
 from engine.logprobs import token_logprobs
 from engine.models.config import read_entry
 from engine.models.llama import LlamaModel, load_model
+from engine.runner import StepHandle
 from engine.sampler import NOT_FINITE, fill
 
 # Positions whose prompt log-probabilities are made at once: 64 x 49,152 logits are 12 MiB.
@@ -45,9 +46,10 @@ class RunnerConfig:
 def build_runner(config: RunnerConfig, model_dir: Path, storage: Tensor) -> "TorchRunner":
     """Loads a prepared entry; ``storage`` is the KV pool. Raises ModelError, ConfigError."""
     dtype: torch.dtype = getattr(torch, config.dtype)
-    kernels = kernel_set(config.kernels)
+    cache = KVCache(storage)
+    kernels = kernel_set(config.kernels, cache)
     model = load_model(read_entry(model_dir), dtype, torch.device(config.device), kernels)
-    return TorchRunner(model, KVCache(storage))
+    return TorchRunner(model, cache)
 
 
 class FinishedStep:
@@ -78,18 +80,18 @@ class TorchRunner:
         return TorchRunner(self._model.first_layers(num_layers), self._cache)
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> FinishedStep:
+    def launch(self, batch: Batch) -> StepHandle:
         results = [RowResult() for _ in batch.rows]
-        live: list[_LiveRow] = []
+        live: list[LiveRow] = []
         first, vocab_size = 0, self.vocab_size
         for row, result in zip(batch.rows, results, strict=True):
             token_ids = self._resolve(row)
-            if not _are_ids(token_ids, vocab_size):
+            if not are_ids(token_ids, vocab_size):
                 # Also where the step before failed, so that nothing was in flight.
                 result.error = "a token id is out of the vocabulary"
                 continue
             span = Span(first, len(token_ids), row.start, row.block_ids)
-            live.append(_LiveRow(row, result, token_ids, span))
+            live.append(LiveRow(row, result, token_ids, span))
             first += span.num_new
         if live:
             hidden = self._forward(live)
@@ -112,7 +114,7 @@ class TorchRunner:
             return row.token_ids
         return [self._in_flight.get(row.seq_id, IN_FLIGHT), *row.token_ids[1:]]
 
-    def _forward(self, live: Sequence["_LiveRow"]) -> Tensor:
+    def _forward(self, live: Sequence["LiveRow"]) -> Tensor:
         """Hidden states ``[n, hidden_size]`` of all new tokens."""
         token_ids: list[int] = []
         positions: list[int] = []
@@ -132,20 +134,20 @@ class TorchRunner:
             self._kernels.attention(self._cache, [row.span for row in live]),
         )
 
-    def _sample(self, live: Sequence["_LiveRow"], hidden: Tensor) -> None:
+    def _sample(self, live: Sequence["LiveRow"], hidden: Tensor) -> None:
         sampling = [row for row in live if row.row.sample is not None]
         requests = [one for row in sampling for one in sample_requests(row.row, row.token_ids)]
         if not requests:
             return
         wanted = [index for row in sampling for index in row.sampled_indices()]
         logits = self._model.logits(hidden[torch.tensor(wanted, device=hidden.device)])
-        sampled = iter(self._kernels.sample(logits, requests))
+        sampled = iter(self._kernels.sample(logits, requests).collect())
         for row in sampling:
             tokens = [next(sampled) for _ in row.sampled_indices()]
             if row.result.error is None:
                 fill(row.result, tokens)
 
-    def _score_prompts(self, live: Sequence["_LiveRow"], hidden: Tensor) -> None:
+    def _score_prompts(self, live: Sequence["LiveRow"], hidden: Tensor) -> None:
         for row in live:
             request = row.row.prompt_logprobs
             if request is None:
@@ -165,13 +167,13 @@ class TorchRunner:
             row.result.prompt_logprobs = tuple(scored)
 
 
-def _are_ids(token_ids: Sequence[TokenId], vocab_size: int) -> bool:
+def are_ids(token_ids: Sequence[TokenId], vocab_size: int) -> bool:
     if len(token_ids) == 1:
         return 0 <= token_ids[0] < vocab_size
     return min(token_ids) >= 0 and max(token_ids) < vocab_size
 
 
-def _fail_not_finite(live: Sequence["_LiveRow"], hidden: Tensor) -> None:
+def _fail_not_finite(live: Sequence["LiveRow"], hidden: Tensor) -> None:
     """Chunks in mid-prompt have no logits to tell that their KV is worthless."""
     for row in live:
         if row.row.sample is None:
@@ -181,7 +183,7 @@ def _fail_not_finite(live: Sequence["_LiveRow"], hidden: Tensor) -> None:
 
 
 @dataclass(slots=True)
-class _LiveRow:
+class LiveRow:
     """A row under computation. One a sequence and step, so it is not frozen: that takes longer."""
 
     row: BatchRow

@@ -7,6 +7,7 @@ only, as OpenAI's API defines them).
 
 import numpy as np
 
+from common.types import SamplingParams
 from engine.batch import SampleRequest
 from engine.philox import Float32s
 
@@ -14,11 +15,14 @@ from engine.philox import Float32s
 def changes_logits(request: SampleRequest) -> bool:
     params = request.params
     return bool(
-        params.logit_bias
-        or request.num_output_tokens < params.min_tokens
-        or params.repetition_penalty != 1.0
-        or params.frequency_penalty
-        or params.presence_penalty
+        params.logit_bias or request.num_output_tokens < params.min_tokens or has_penalties(params)
+    )
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """What depends on the tokens so far: such a row is never computed with one in flight."""
+    return bool(
+        params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
     )
 
 

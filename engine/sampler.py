@@ -29,7 +29,7 @@ from engine.philox import Float32s
 from engine.topk import kth_largest, nucleus
 
 # A little more than the widest gap that noise can close (MAX_GUMBEL - MIN_GUMBEL).
-_WINDOW = 19.5
+WINDOW = 19.5
 NOT_FINITE = "logits are not finite"
 
 
@@ -103,7 +103,7 @@ def _candidates(row: Float32s, request: SampleRequest) -> Draw:
         floor = math.log(params.min_p)
     if 0 < params.top_k < len(scores):
         floor = max(floor, kth_largest(scores, params.top_k))
-    ids = np.flatnonzero(scores >= max(floor, -_WINDOW))
+    ids = np.flatnonzero(scores >= max(floor, -WINDOW))
     if params.top_p < 1:
         allowed = scores if floor == -math.inf else scores[scores >= floor]
         total = float(np.exp(allowed).sum(dtype=np.float64))

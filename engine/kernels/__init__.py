@@ -4,11 +4,13 @@
 NVIDIA GPUs. Matrix products are not in the table (engine/kernels/linear.py).
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from common.errors import ConfigError
@@ -16,6 +18,10 @@ from engine.batch import SampleRequest
 from engine.kernels.span import Span
 from engine.kv_cache import KVCache
 from engine.sampler import Sampled
+
+log = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
 
 
 class Attention(Protocol):
@@ -27,10 +33,31 @@ class Attention(Protocol):
         ...
 
 
+class SampledRows(Protocol):
+    """One token a row, perhaps still on its way to the host."""
+
+    @property
+    def ids(self) -> Tensor:
+        """int64 ``[rows]`` where the logits were; of rows that fail, any ids."""
+        ...
+
+    def collect(self) -> list[Sampled]:
+        """Waits for them; once."""
+        ...
+
+
 class Kernels(ABC):
     """One implementation of each operation. n is the number of a step's new tokens."""
 
     name: ClassVar[str]
+
+    @abstractmethod
+    def __init__(self, device: torch.device) -> None:
+        """Raises ConfigError where the set cannot run on ``device``."""
+
+    @abstractmethod
+    def check(self, cache: KVCache) -> None:
+        """Raises ConfigError for a pool that the set cannot work on."""
 
     @abstractmethod
     def attention(self, cache: KVCache, spans: Sequence[Span]) -> Attention:
@@ -72,21 +99,45 @@ class Kernels(ABC):
         blocks contiguous and of equal size. A gather has targets 0 .. n-1, a scatter sources."""
 
     @abstractmethod
-    def sample(self, logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
+    def sample(self, logits: Tensor, requests: Sequence[SampleRequest]) -> SampledRows:
         """One token a row of fp32 ``logits`` ``[rows, vocab]``, as engine/sampler.py defines it."""
+
+
+class GraphKernels(Kernels):
+    """A set whose launches can be captured in CUDA graphs."""
+
+    @abstractmethod
+    def decode_attention(self, cache: KVCache, tables: Tensor, contexts: Tensor) -> Attention:
+        """One new token each of m sequences, from tensors that change between replays: ``tables``
+        int32 ``[m, width]``, ``contexts`` int32 ``[m]``. Context 0 is an empty row: zeros."""
 
 
 _KERNELS = {
     "torch": ("engine.kernels.torch_kernels", "TorchKernels"),
+    "triton": ("engine.kernels.triton_kernels", "TritonKernels"),
 }
 
 
-def kernel_set(name: str) -> Kernels:
-    """The set called ``name``; ``auto`` is the best one here. Raises ConfigError."""
+def kernel_set(name: str, cache: KVCache | None = None) -> Kernels:
+    """The set called ``name`` for the device and the shape of ``cache`` (None: any pool on a CPU).
+    ``auto`` is triton on CUDA, or torch where triton cannot run, which is logged, and torch on a
+    CPU. Raises ConfigError."""
+    device = CPU if cache is None else cache.device
     if name == "auto":
-        name = "torch"
+        if device.type != "cuda":
+            return kernel_set("torch", cache)
+        try:
+            return kernel_set("triton", cache)
+        except ConfigError as error:
+            log.warning("plain torch instead of Triton kernels: %s", error.message)
+            return kernel_set("torch", cache)
     if name not in _KERNELS:
         raise ConfigError("kernels", f"{name} is not one of auto, {', '.join(_KERNELS)}")
     module, class_name = _KERNELS[name]
-    kernels: Kernels = getattr(import_module(module), class_name)()
+    try:
+        kernels: Kernels = getattr(import_module(module), class_name)(device)
+    except ModuleNotFoundError as error:
+        raise ConfigError("kernels", f"{name} needs {error.name}, which is not installed") from None
+    if cache is not None:
+        kernels.check(cache)
     return kernels

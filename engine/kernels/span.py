@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -19,3 +22,11 @@ class Span:
     def context(self) -> int:
         """Tokens in the cache once this step's are written."""
         return self.start + self.num_new
+
+
+def block_tables(spans: Sequence[Span], block_size: int) -> Tensor:
+    """int32 ``[s, width]`` on the host, padded with the null block."""
+    tables = [list(span.block_ids[: -(-span.context // block_size)]) for span in spans]
+    width = max(map(len, tables))
+    padded = [table + [0] * (width - len(table)) for table in tables]
+    return torch.tensor(padded, dtype=torch.int32)

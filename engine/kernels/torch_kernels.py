@@ -7,17 +7,39 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.batch import SampleRequest
-from engine.kernels import Attention, Kernels
+from engine.kernels import CPU, Attention, Kernels, SampledRows
 from engine.kernels.attention import TorchAttention
 from engine.kernels.span import Span
 from engine.kv_cache import KVCache
 from engine.sampler import Sampled, sample
 
 
+class FinishedRows:
+    """Sampled already."""
+
+    def __init__(self, sampled: list[Sampled], device: torch.device) -> None:
+        self._sampled = sampled
+        self._device = device
+
+    @property
+    def ids(self) -> Tensor:
+        ids = [max(0, sampled.token_id) for sampled in self._sampled]
+        return torch.tensor(ids, device=self._device)
+
+    def collect(self) -> list[Sampled]:
+        return self._sampled
+
+
 class TorchKernels(Kernels):
     """See `engine.kernels.Kernels`."""
 
     name = "torch"
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        """Runs on any."""
+
+    def check(self, cache: KVCache) -> None:
+        """Takes any."""
 
     def attention(self, cache: KVCache, spans: Sequence[Span]) -> Attention:
         return TorchAttention(cache, spans)
@@ -52,8 +74,8 @@ class TorchKernels(Kernels):
     ) -> None:
         target.index_copy_(0, target_ids, source.index_select(0, source_ids))
 
-    def sample(self, logits: Tensor, requests: Sequence[SampleRequest]) -> list[Sampled]:
-        return sample(logits, requests)
+    def sample(self, logits: Tensor, requests: Sequence[SampleRequest]) -> SampledRows:
+        return FinishedRows(sample(logits, requests), logits.device)
 
 
 def rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

@@ -5,11 +5,11 @@ machine share; others are converted copies, as are tensors that are merged.
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.errors import ModelError
@@ -42,7 +42,7 @@ class WeightFiles:
             raise ModelError("model", f"{name} is {stored.get_dtype()}, not {', '.join(_DTYPES)}")
         try:
             tensor: Tensor = opened.get_tensor(name)
-        except SafetensorError as error:
+        except _safetensors().SafetensorError as error:
             raise ModelError("model", f"cannot read {name} from {path}: {error}") from None
         return tensor.to(self._device, self._dtype)
 
@@ -65,8 +65,13 @@ class WeightFiles:
 
 def _open(path: Path) -> Any:
     try:
-        return safe_open(path, framework="pt")
+        return _safetensors().safe_open(path, framework="pt")
     except OSError as error:
         raise ModelError("model", f"cannot read {path}: {error}") from None
-    except SafetensorError as error:
+    except _safetensors().SafetensorError as error:
         raise ModelError("model", f"{path} is truncated or corrupt: {error}") from None
+
+
+def _safetensors() -> Any:
+    """Imported where files are read alone: models of random weights run without the package."""
+    return import_module("safetensors")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from common.config import DecodeSettings, GatewaySettings, load
+from common.config_check import has_nvidia_driver
 from common.errors import ConfigError
 
 
@@ -67,8 +68,10 @@ def test_misspelt_variables_are_refused_and_those_of_others_are_not(
     [
         ({"num_blocks": "x"}, "num_blocks: must be a whole number, not 'x'"),
         ({"block_size": "0"}, "block_size: must be at least 1, not '0'"),
-        ({"device": "cpu", "kernels": "triton"}, "kernels: must be 'auto' or 'torch', not"),
-        ({"device": "cuda"}, "device: must be 'cpu', not 'cuda'"),
+        ({"kernels": "cublas"}, "kernels: must be 'auto', 'torch' or 'triton', not"),
+        ({"device": "cpu", "kernels": "triton"}, "kernels: triton needs device cuda"),
+        ({"device": "tpu"}, "device: must be 'cpu' or 'cuda', not 'tpu'"),
+        ({"gpu_memory_utilization": "1.5"}, "gpu_memory_utilization: must be at most 1"),
         ({"local_prefill": "maybe"}, "local_prefill: must be 'never', "),
         ({"reflection": "perhaps"}, "reflection: must be true or false, not 'perhaps'"),
         ({"failpoints": "a=kill"}, "failpoints: need allow_failpoints"),
@@ -80,3 +83,9 @@ def test_what_is_wrong_is_said_plainly(flags: dict[str, Any], message: str) -> N
     with pytest.raises(ConfigError) as caught:
         load(DecodeSettings, flags)
     assert caught.value.message.startswith(message)
+
+
+@pytest.mark.skipif(has_nvidia_driver(), reason="there is one here")
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="device: cuda needs an NVIDIA driver"):
+        load(DecodeSettings, {"device": "cuda"})

@@ -1,0 +1,36 @@
+"""What Triton makes of every kernel for sm_80 and sm_90, without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGED = {"_decode_split", "_prefill"}
+# One program a row, a handful of numbers.
+NARROW = {"_best_of_row"}
+
+
+@pytest.mark.parametrize(
+    "which",
+    ["core", pytest.param("all", marks=[pytest.mark.full, pytest.mark.timeout(900)])],
+)
+def test_what_is_compiled(which: str) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-m", "support.compiled_kernels", which]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-4000:]
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {one["kernel"] for one in compiled} >= PAGED | NARROW
+    wrong = [
+        one
+        for one in compiled
+        if one["spills"] > 0
+        or one["shared"] > one["shared_limit"]
+        or (one["kernel"] not in NARROW and one["widest_load_bytes"] < 16)
+        or (one["kernel"] in PAGED and not one["copies_asynchronously"])
+    ]
+    assert wrong == []
