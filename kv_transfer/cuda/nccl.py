@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import distributed
 
 from kv_transfer.dist.bell import STALL_S
+from kv_transfer.dist.group import c10d
 
 _POLL_S = 50e-6
 # Read by torch when a group is made: no watchdog that ends processes, no dump at a timeout, and a
@@ -35,9 +35,9 @@ class NcclGroup:
     def __init__(self, store: Any, rank: int, device: torch.device) -> None:
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        if not distributed.is_nccl_available():
+        if not c10d.is_nccl_available():
             raise RuntimeError("this build of torch has no NCCL")
-        nccl: Any = distributed.ProcessGroupNCCL
+        nccl = c10d.ProcessGroupNCCL
         self._group = nccl(store, rank, 2, nccl.Options())
         self._peer = 1 - rank
         self._device = device

@@ -1,12 +1,10 @@
 """What differs between gloo and nccl: where the pool must lie, and how a group is made."""
 
-from torch import distributed
-
 from common.errors import ConfigError
 from common.tls import is_loopback
 from kv_transfer.base import TransportSettings
 from kv_transfer.checksum import Hasher, required_hasher
-from kv_transfer.dist.group import GlooGroup, PairGroup, Store
+from kv_transfer.dist.group import GlooGroup, PairGroup, Store, c10d
 from kv_transfer.memory import PoolMemory, device_without_checksums
 
 GLOO, NCCL = "gloo", "nccl"
@@ -22,7 +20,7 @@ class Backend:
         self.hash: Hasher | None = None
         if transport == GLOO:
             self.hash = required_hasher(pool.layout.checksum, GLOO)
-            if not (distributed.is_available() and distributed.is_gloo_available()):
+            if not (c10d.is_available() and c10d.is_gloo_available()):
                 raise ConfigError("transport", "this build of torch has no gloo")
         else:
             device_without_checksums(pool, transport)

@@ -18,7 +18,8 @@ EXPORTER, IMPORTER = 0, 1
 # other end at each; a fetch can be called off between them.
 _GLOO_ROWS_AT_ONCE = 8
 
-# torch.distributed's classes for a group of its own; its stubs know other signatures than it has.
+# Its stubs know other signatures than it has.
+c10d: Any = distributed
 Store: TypeAlias = Any
 
 
@@ -44,7 +45,7 @@ class GlooGroup:
     rows_at_once = _GLOO_ROWS_AT_ONCE
 
     def __init__(self, store: Store, rank: int, host: str) -> None:
-        gloo: Any = distributed.ProcessGroupGloo
+        gloo = c10d.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=STALL_S)
         options._devices = [gloo.create_device(hostname=host)]
@@ -92,11 +93,11 @@ def join_store(host: str, port: int) -> Store:
 
 def named(store: Store, name: bytes) -> Store:
     """What two ends share who know the name: a stranger at the port does not."""
-    return distributed.PrefixStore(name.hex(), store)
+    return c10d.PrefixStore(name.hex(), store)
 
 
 def _store(host: str, port: int, **options: Any) -> Store:
-    make: Any = distributed.TCPStore
+    make = c10d.TCPStore
     timeout = timedelta(seconds=STALL_S)
     return make(host, port, None, timeout=timeout, wait_for_workers=False, **options)
 
