@@ -18,6 +18,7 @@ from engine.null_runner import NullRunner
 from engine.oracle import OracleRunner
 from engine.pace import Pace
 from engine.prefix_cache import PrefixCache
+from engine.row_guard import RowGuard
 from engine.runner import ModelRunner
 from engine.scheduler import SchedulerConfig
 from engine.step_budget import measured_step_budget
@@ -100,7 +101,8 @@ def make_engine(
         async_depth=settings.async_depth or 0,
     )
     raises_on_fault = settings.on_ledger_fault == "raise"
-    return Engine(runner, pool, scheduler, clock, raises_on_fault)
+    guarded = RowGuard(runner, scheduler.async_depth)
+    return Engine(guarded, pool, scheduler, clock, raises_on_fault)
 
 
 def _step_tokens(runner: ModelRunner, pool: BlockPool) -> int:
