@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help install demo check test test-full clean
+.PHONY: help install demo check test test-full soak clean
 
 help:
 	@echo "make demo       start 1 prefill + 1 decode worker, ask a real model a question"
 	@echo "make check      lint, types, import layers (under a minute)"
 	@echo "make test       the test suite (about twelve minutes on two cores)"
 	@echo "make test-full  the long tests as well"
+	@echo "make soak       hundreds of kills, thousands of cancels: docs/reliability.md (SECONDS=7200)"
 	@echo "make install    only the environment, in .venv"
 
 install: $(STAMP)
@@ -31,6 +32,7 @@ check: install
 	$(BIN)/buf lint proto
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/python tests/faults/forbidden.py
 
 # One process takes all tests of a file, which share what they started. The simulation takes
 # every core by itself; all else runs side by side.
@@ -43,6 +45,12 @@ test: install
 test-full: install
 	$(PYTEST) -m "full and not gpu" -n 2 --ignore tests/sim
 	$(PYTEST) -m "full and not gpu" tests/sim
+
+# Faults in great number; figures add up in docs/soak.json over as many runs as one likes.
+SECONDS ?= 7200
+soak: install
+	PYTHONPATH=.:tests $(BIN)/python -m faults.soak --seconds $(SECONDS)
+	PYTHONPATH=.:tests $(BIN)/python -m faults.matrix
 
 clean:
 	rm -rf .venv baton build dist .mypy_cache .ruff_cache .pytest_cache
