@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help install demo check test test-full gpu-check clean
+.PHONY: help install demo check test test-full soak gpu-check clean
 
 help:
 	@echo "make demo       start 1 prefill + 1 decode worker, ask a real model a question"
@@ -11,6 +11,7 @@ help:
 	@echo "make test       the test suite (about twelve minutes on two cores)"
 	@echo "make test-full  the long tests as well"
 	@echo "make gpu-check  the GPU path: on a GPU, or what of it a CPU can show"
+	@echo "make soak       hundreds of kills, thousands of cancels: docs/reliability.md (SECONDS=7200)"
 	@echo "make install    only the environment, in .venv"
 
 install: $(STAMP)
@@ -33,6 +34,7 @@ check: install
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/deploy/test_manifests.py
+	$(BIN)/python tests/faults/forbidden.py
 
 # One process takes all tests of a file, which share what they started. The simulation takes
 # every core by itself; all else runs side by side.
@@ -49,6 +51,12 @@ test-full: install
 # A machine with a GPU needs no install: `python -m bench.gpu_check` with torch and triton will do.
 gpu-check: install
 	$(BIN)/python -m bench.gpu_check
+
+# Faults in great number; figures add up in docs/soak.json over as many runs as one likes.
+SECONDS ?= 7200
+soak: install
+	PYTHONPATH=.:tests $(BIN)/python -m faults.soak --seconds $(SECONDS)
+	PYTHONPATH=.:tests $(BIN)/python -m faults.matrix
 
 clean:
 	rm -rf .venv baton build dist .mypy_cache .ruff_cache .pytest_cache

@@ -77,11 +77,16 @@ def up(
         str | None, typer.Option(help="OTLP/gRPC collector that traces go to as well")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one line when ready")] = False,
+    chaos: Annotated[
+        bool, typer.Option("--chaos", help="allow faults to be injected; never for real requests")
+    ] = False,
     config: ConfigFile = None,
     **settings: Any,
 ) -> None:
     """Start a whole Baton on this machine and stop it again on Ctrl-C."""
     pools = Pools(prefill, decode, colocated, gateways)
+    if chaos:
+        settings["allow_failpoints"] = True
     plan = LaunchPlan(pools, grpc_port, http_port, config, settings)
 
     async def announce(running: Running) -> None:

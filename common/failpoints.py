@@ -7,7 +7,8 @@ that name acts, without it every hit::
 
 Actions: ``kill`` (SIGKILL to itself), ``exit`` (leaves at once, no clean-up), ``sleep:S``,
 ``raise`` (FailpointRaised), and ``drop``, ``dup``, ``corrupt``, which `hit` returns for the place
-to obey. Only the standard library is used, so that any layer can call `hit`.
+to obey; `OBEYED` says which places do. ``drop`` where a reply is about to be sent means "done, and
+then a time-out". Only the standard library is used, so that any layer can call `hit`.
 """
 
 import asyncio
@@ -26,9 +27,14 @@ FAILPOINTS = {
     "gateway.before_accept_reply": "an accept was judged, the reply not sent",
     "gateway.before_ticket_reply": "a ticket was judged, the reply not sent",
     "gateway.before_start": "a ticket was taken, Start not sent",
+    "gateway.before_renew": "an offer is about to be renewed",
+    "gateway.before_cancel": "an owner is about to be told that nobody waits for its work",
+    "gateway.before_heartbeat": "a heartbeat is about to go to a decode worker",
     "prefill.after_pull": "a job was delivered, nothing done with it",
+    "prefill.before_chosen_reply": "a job sent by name was judged, the reply not sent",
     "prefill.before_accept": "about to ask the gateway for a job",
     "prefill.after_accept": "a job was granted, not yet acked or started",
+    "prefill.before_ack": "the answer of a gateway is there, the delivery not acked",
     "prefill.chunk": "a step computed part of a prompt",
     "prefill.after_compute": "the first token is there, nothing offered",
     "prefill.before_ticket": "blocks are offered, the ticket not sent",
@@ -38,17 +44,51 @@ FAILPOINTS = {
     "decode.before_claim": "blocks are allocated, the lease not claimed",
     "decode.after_claim": "the lease is claimed, nothing copied",
     "decode.copy_block": "one block is about to be copied",
+    "decode.before_renew": "claimed leases are about to be renewed",
     "decode.before_settle": "all blocks are copied, nothing settled",
     "decode.after_settle": "the verdict is there, the sequence not running",
     "decode.before_send": "a step's tokens are about to be sent",
     "decode.after_send": "a step's tokens were handed to the stream",
+    "decode.before_heartbeat": "a heartbeat is about to go to a gateway",
+    "export.before_claim_reply": "a claim was judged, the answer not sent",
+    "export.before_renew_reply": "a renewal was judged, the answer not sent",
+    "export.before_settle_reply": "a settle was judged, the answer not sent",
+    "export.before_release_reply": "a release was judged, the answer not sent",
     "transfer.corrupt_block": "a block was copied; corrupt flips one of its bits",
+    "transfer.corrupt_checksum": "a block is about to be checked; corrupt flips a bit of its sum",
+    "engine.step": "a step is about to be computed; raise has each of its rows computed alone",
+    "engine.row": "a row of such a step is about to be computed; raise fails it",
     "worker.report": "a worker is about to report itself",
 }
 
 KILL, EXIT, SLEEP, RAISE = "kill", "exit", "sleep", "raise"
 DROP, DUP, CORRUPT = "drop", "dup", "corrupt"
 _ACTIONS = (KILL, EXIT, SLEEP, RAISE, DROP, DUP, CORRUPT)
+# Places that do as `hit` says; the other actions work everywhere.
+OBEYED = {
+    "gateway.before_publish": (DROP, DUP),
+    "gateway.before_accept_reply": (DROP,),
+    "gateway.before_ticket_reply": (DROP,),
+    "gateway.before_renew": (DROP,),
+    "gateway.before_cancel": (DROP,),
+    "gateway.before_heartbeat": (DROP,),
+    "prefill.after_pull": (DROP,),
+    "prefill.before_chosen_reply": (DROP,),
+    "prefill.before_accept": (DUP,),
+    "prefill.before_ack": (DROP,),
+    "prefill.before_ticket": (DUP,),
+    "decode.copy_block": (DROP,),
+    "decode.before_renew": (DROP,),
+    "decode.before_send": (DROP, DUP),
+    "decode.before_heartbeat": (DROP,),
+    "export.before_claim_reply": (DROP,),
+    "export.before_renew_reply": (DROP,),
+    "export.before_settle_reply": (DROP,),
+    "export.before_release_reply": (DROP,),
+    "transfer.corrupt_block": (CORRUPT,),
+    "transfer.corrupt_checksum": (CORRUPT,),
+    "worker.report": (DROP,),
+}
 EXIT_STATUS = 70
 
 
@@ -74,6 +114,12 @@ def arm(spec: str) -> None:
     with _lock:
         _armed.clear()
         _armed.update(parsed)
+
+
+def num_hits() -> dict[str, int]:
+    """How often each armed place was reached since it was armed."""
+    with _lock:
+        return {name: armed.num_hits for name, armed in _armed.items()}
 
 
 def hit(name: str) -> str | None:
@@ -132,6 +178,8 @@ def _parse(part: str) -> tuple[str, _Armed]:
         raise ConfigError("failpoints", f"{name!r} is not one of {', '.join(FAILPOINTS)}")
     if action not in _ACTIONS:
         raise ConfigError("failpoints", f"{name}: {action!r} is not one of {', '.join(_ACTIONS)}")
+    if action in (DROP, DUP, CORRUPT) and action not in OBEYED.get(name, ()):
+        raise ConfigError("failpoints", f"{name} does not obey {action}")
     if bool(colon) != (action == SLEEP):
         raise ConfigError("failpoints", f"{name}: sleep, and only sleep, takes :seconds")
     try:

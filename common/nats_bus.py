@@ -33,6 +33,7 @@ from common.bus import (
     JOB_CONSUMER,
     JOB_STREAM,
     JOB_SUBJECT,
+    BusError,
     BusTimeout,
     Handler,
     Job,
@@ -161,8 +162,13 @@ class NatsBus:
 
         self._subscriptions.append((subject, receive))
         if self.connected:  # else the next client subscribes it
-            await mapped(self._client.subscribe(subject, cb=receive))
-            await mapped(_flush(self._client))
+            try:
+                await mapped(self._client.subscribe(subject, cb=receive))
+                await mapped(_flush(self._client))
+            except BusError as error:
+                # The link broke or stands still: it will be there with the next client, or once
+                # the server has read what was sent to it.
+                log.warning("subscription of %s is not confirmed: %s", subject, error)
 
     def on_reconnect(self, callback: Callable[[], Awaitable[None]]) -> None:
         self._reconnect_callbacks.append(callback)

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from common import failpoints
 from common.config import PROTOCOL_VERSION
+from common.errors import BatonError
 from common.wire import worker as wire
 from decode_worker.outbox import Outbox
 from decode_worker.reservations import StreamId
@@ -102,7 +103,9 @@ class GatewayLink:
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(result, Exception):
+                if isinstance(result, BatonError):
+                    log.warning("stream %d of %s: %s", self.stream, self.gateway_id, result)
+                elif isinstance(result, Exception):
                     log.error("stream %d of %s", self.stream, self.gateway_id, exc_info=result)
 
     async def _read(self, requests: AsyncIterator[wire.StreamRequest]) -> None:
@@ -127,7 +130,8 @@ class GatewayLink:
 
     async def _tick(self) -> None:
         while not self._closed:
-            self.send(wire.StreamResponse(heartbeat=self._heartbeat()))
+            if await failpoints.hit_async("decode.before_heartbeat") != failpoints.DROP:
+                self.send(wire.StreamResponse(heartbeat=self._heartbeat()))
             await asyncio.sleep(HEARTBEAT_S)
             if self._clock() - self._heard_s > SILENCE_S:
                 self.close("silent")

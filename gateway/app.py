@@ -50,6 +50,7 @@ class InternalChannels:
         self._token = token
         self._tls = tls
         self._channels: dict[str, aio.Channel] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     def _channel(self, endpoint: str) -> aio.Channel:
         channel = self._channels.get(endpoint)
@@ -89,9 +90,18 @@ class InternalChannels:
         except aio.AioRpcError as error:
             raise rpc.to_baton_error(error) from None
 
+    def forget(self, endpoint: str) -> None:
+        """Lets calls under way finish; should a worker be there again, it gets a new channel."""
+        channel = self._channels.pop(endpoint, None)
+        if channel is not None:
+            task = asyncio.get_running_loop().create_task(channel.close(grace=_OFFER_CALL_S))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
+        for endpoint in list(self._channels):
+            self.forget(endpoint)
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
 
 async def run(settings: GatewaySettings) -> int:
@@ -130,6 +140,7 @@ async def run(settings: GatewaySettings) -> int:
                 "gateway": lambda: asdict(gateway.statistics()),
                 "ready": lambda: {"serving": gateway.ready, "workers": gateway.ready_workers()},
             },
+            allow_failpoints=settings.allow_failpoints,
         )
         admin_port = await admin.start()
         stack.push_async_callback(admin.stop)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from common.config import PROTOCOL_VERSION
 from common.errors import BatonError
+from common.failpoints import DROP, hit_async
 from common.wire import finish_reason_from_proto, logprobs_from_proto
 from common.wire import worker as wire
 from gateway.attempt import Attempt, AttemptLost
@@ -107,7 +108,8 @@ class DecodeLink:
     async def _beat(self) -> None:
         clock = asyncio.get_running_loop().time
         while True:
-            self.send(wire.StreamRequest(heartbeat=wire.Heartbeat()))
+            if await hit_async("gateway.before_heartbeat") != DROP:
+                self.send(wire.StreamRequest(heartbeat=wire.Heartbeat()))
             await asyncio.sleep(HEARTBEAT_S)
             if clock() - self._heard_s > self.timeout_s:
                 self._died = True

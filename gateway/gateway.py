@@ -17,6 +17,7 @@ from common.telemetry import Telemetry
 from common.types import Role
 from common.wire import worker as wire
 from gateway.admission import Admission, Bounds
+from gateway.attempt import AttemptLost
 from gateway.cache_follower import CacheFollower
 from gateway.decode_link import Dial
 from gateway.decode_pool import DecodePool
@@ -82,6 +83,7 @@ class Gateway:
             on_leave=self._on_leave,
             on_orphan=self._on_orphan,
             on_report=lambda report: self.caches.report(report),
+            on_forgotten=self._on_forgotten,
             expected=Expected(entry.fingerprint, entry.vocab_size) if entry else None,
         )
         self.prefix_index = PrefixIndex()
@@ -115,6 +117,8 @@ class Gateway:
             bus, settings.gateway_id, self.runs, self.registry, router, self.admission.leave
         )
         self.offers = OfferKeeper(offer_client)
+        self._offer_client = offer_client
+        self._endpoints: dict[str, str] = {}
         self.parser = RequestParser(settings, self.registry, tokenizer)
         self.pipeline = Pipeline(
             settings,
@@ -210,6 +214,7 @@ class Gateway:
 
     def _on_join(self, entry: WorkerEntry) -> None:
         log.info("worker %s is there", entry.worker_id)
+        self._endpoints[entry.worker_id] = entry.report.endpoint
         if entry.report.role == Role.DECODE:
             self.decode.join(entry)
 
@@ -217,9 +222,19 @@ class Gateway:
         log.warning("worker %s is gone: it said so, or said nothing for too long", worker_id)
         self.decode.leave(worker_id)
         self.caches.leave(worker_id)
+        endpoint = self._endpoints.pop(worker_id, "")
+        if endpoint not in self._endpoints.values():
+            self._offer_client.forget(endpoint)
 
     def _on_orphan(self, request_id: str, attempt: int) -> None:
         self.prefill.orphaned(request_id, attempt)
+
+    def _on_forgotten(self, request_id: str, attempt: int) -> None:
+        """No message says how it ended, or that it goes on: nobody would wait for anything."""
+        found = self.runs.current(request_id, attempt)
+        if found is not None:
+            self.runs.counters.worker_lost += 1
+            found[1].lose(AttemptLost("forgotten", counts=True))
 
     def _on_room(self) -> None:
         self.admission.gate.wake()

@@ -10,7 +10,11 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from common.errors import BatonError
+from common.failpoints import DROP, hit_async
 from common.wire import worker as wire
+
+# Whatever lease a worker says that it gave.
+_MIN_RENEWAL_S = 0.1
 
 
 class OfferClient(Protocol):
@@ -19,6 +23,10 @@ class OfferClient(Protocol):
     async def renew(self, offer: wire.Offer) -> None: ...
 
     async def release(self, offer: wire.Offer) -> None: ...
+
+    def forget(self, endpoint: str) -> None:
+        """No worker has this endpoint any more."""
+        ...
 
 
 class OfferKeeper:
@@ -40,7 +48,9 @@ class OfferKeeper:
 
     async def _renew(self, offer: wire.Offer) -> None:
         while True:
-            await asyncio.sleep(offer.lease_ms / 3000)
+            await asyncio.sleep(max(offer.lease_ms / 3000, _MIN_RENEWAL_S))
+            if await hit_async("gateway.before_renew") == DROP:
+                continue
             try:
                 await self._client.renew(offer)
             except BatonError:

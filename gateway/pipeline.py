@@ -221,6 +221,7 @@ class Pipeline:
     async def _stop_work(self, run: Run, attempt: Attempt) -> None:
         """Tells whoever may still work on this attempt that nobody waits for it."""
         run.close_attempt()
+        self._registry.ended(run.request_id, attempt.number)
         if attempt.link is not None and attempt.decode_started and not attempt.decode_finished:
             attempt.link.abort(run.request_id, attempt.number)
         await self._prefill.cancel(run, attempt)
@@ -303,6 +304,7 @@ class Pipeline:
         now = asyncio.get_running_loop().time()
         link.start(attempt, wire.Start(sequence=sequence_state(run, attempt, now), offer=offer))
         self._decode.router.sent(run, link.worker_id)
+        self._registry.started(run.request_id, attempt.number, link.worker_id)
         span.set("baton.decode_worker", link.worker_id)
         if offer is None:
             return await self._stream(run, output, link)

@@ -28,7 +28,7 @@ from common.bus import (
     QueueFull,
 )
 from common.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from common.failpoints import hit_async
+from common.failpoints import DROP, DUP, hit_async
 from common.types import Role
 from common.wire import worker as wire
 from gateway.attempt import Attempt, AttemptLost, Owner
@@ -126,13 +126,15 @@ class PrefillDispatch:
         return self._result(attempt.ticket)
 
     async def _publish(self, run: Run, attempt: Attempt) -> None:
-        await hit_async("gateway.before_publish")
+        fault = await hit_async("gateway.before_publish")
         loop = asyncio.get_running_loop()
         job = wire.PrefillJob(
             sequence=sequence_state(run, attempt, loop.time()), gateway_id=self._gateway_id
         ).SerializeToString()
         attempt.published_s = loop.time()
         self._runs.counters.jobs_published += 1
+        if fault == DROP:
+            return
         for worker_id in self._router.targets(run):
             if await self._offered_to(worker_id, job, attempt):
                 return
@@ -140,6 +142,9 @@ class PrefillDispatch:
             await self._bus.publish_job(
                 job, f"{run.request_id}:{attempt.number}", attempt.trace_context
             )
+            if fault == DUP:
+                again = f"{run.request_id}:{attempt.number}:again"
+                await self._bus.publish_job(job, again, attempt.trace_context)
         except QueueFull:
             raise AttemptLost("queue_full") from None
         except MessageTooLarge:
@@ -195,6 +200,8 @@ class PrefillDispatch:
         """Tells the owner, if there is one, to stop; a lost message costs only its work."""
         self._registry.settled(run.request_id, attempt.number)
         if attempt.owner is None or attempt.ticket is not None:
+            return
+        if await hit_async("gateway.before_cancel") == DROP:
             return
         message = wire.PrefillCancel(request_id=run.request_id, attempt=attempt.number)
         try:
@@ -262,7 +269,7 @@ class PrefillDispatch:
             self.num_malformed += 1
             return
         reply = self.accept(request)
-        if await hit_async("gateway.before_accept_reply") != "drop":
+        if await hit_async("gateway.before_accept_reply") != DROP:
             await message.reply(reply.SerializeToString())
 
     async def _on_ticket(self, message: Message) -> None:
@@ -272,5 +279,5 @@ class PrefillDispatch:
             self.num_malformed += 1
             return
         taken = self.ticket(ticket)
-        if await hit_async("gateway.before_ticket_reply") != "drop":
+        if await hit_async("gateway.before_ticket_reply") != DROP:
             await message.reply(wire.TicketReply(taken=taken).SerializeToString())

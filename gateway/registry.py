@@ -7,6 +7,8 @@
    was down meanwhile, or (decode) a live stream to it says otherwise.
 4. A worker whose engine has not finished a step for `HUNG_ENGINE_S` is as good as gone.
 5. An attempt granted to a prefill worker and missing in two of its reports in a row has no owner.
+   One started on a decode worker and missing in all of its reports for ``worker_timeout_s`` was
+   forgotten there: what is on its way over the stream, either way, has long arrived by then.
 """
 
 from collections.abc import Callable, Iterable
@@ -62,10 +64,19 @@ class _Granted:
 
 
 @dataclass(slots=True)
+class _Started:
+    """``missing_since_s``: since when no report has it, None while they do."""
+
+    worker_id: str
+    missing_since_s: float | None = None
+
+
+@dataclass(slots=True)
 class WorkerRegistry:
     """``on_join`` is called for every new worker, ``on_report`` for each report of one that is in
     the entries, ``on_leave`` with the id of one that is gone, and ``on_orphan`` with (request id,
-    attempt) of granted work that its owner no longer knows."""
+    attempt) of granted work that its owner no longer knows, ``on_forgotten`` with the same of
+    started work."""
 
     worker_timeout_s: float
     clock: Callable[[], float]
@@ -73,10 +84,12 @@ class WorkerRegistry:
     on_leave: Callable[[str], None]
     on_orphan: Callable[[str, int], None]
     on_report: Callable[[wire.WorkerReport], None] = lambda report: None
+    on_forgotten: Callable[[str, int], None] = lambda request_id, attempt: None
     expected: Expected | None = None
     entries: dict[str, WorkerEntry] = field(default_factory=dict)
     refused: dict[str, tuple[str, LayoutMismatch, float]] = field(default_factory=dict)
     _granted: dict[tuple[str, int], _Granted] = field(default_factory=dict)
+    _started: dict[tuple[str, int], _Started] = field(default_factory=dict)
     _paused_s: float | None = None
 
     # ------------------------------------------------------------ reports
@@ -104,6 +117,7 @@ class WorkerRegistry:
             self.on_join(entry)
         self.on_report(report)
         self._check_owned(report)
+        self._check_started(report)
 
     def _mismatch(self, report: wire.WorkerReport) -> LayoutMismatch | None:
         if report.protocol_version != PROTOCOL_VERSION:
@@ -153,6 +167,27 @@ class WorkerRegistry:
             if granted.num_missed >= 2:
                 orphans.append(key)
         self._orphan(orphans)
+
+    def started(self, request_id: str, attempt: int, worker_id: str) -> None:
+        """A decode worker was told to go on with it."""
+        self._started[request_id, attempt] = _Started(worker_id)
+
+    def ended(self, request_id: str, attempt: int) -> None:
+        self._started.pop((request_id, attempt), None)
+
+    def _check_started(self, report: wire.WorkerReport) -> None:
+        owned = {(item.request_id, item.attempt) for item in report.load.owned}
+        now_s = self.clock()
+        for key, started in list(self._started.items()):
+            if started.worker_id != report.worker_id:
+                continue
+            if key in owned:
+                started.missing_since_s = None
+            elif started.missing_since_s is None:
+                started.missing_since_s = now_s
+            elif now_s - started.missing_since_s >= self.worker_timeout_s:
+                del self._started[key]
+                self.on_forgotten(*key)
 
     def _orphan(self, keys: Iterable[tuple[str, int]]) -> None:
         for key in list(keys):

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from common import rpc, wire
 from common.errors import BatonError, LayoutMismatch, PeerLost
+from common.failpoints import DROP, hit_async
 from common.tls import TlsFiles
 from common.types import Epoch, KVLayout, WorkerId
 from kv_transfer.base import (
@@ -64,12 +65,16 @@ class KVTransferServicer(wire.worker_grpc.KVTransferServiceServicer):
             request.block_indices,
             request.transport,
         )
+        if await hit_async("export.before_claim_reply") == DROP:
+            await _time_out()
         return wire.worker.ClaimResponse(verdict=_TO_PROTO[verdict], lease_ms=self._lease_ms)
 
     async def Renew(
         self, request: wire.worker.RenewRequest, context: rpc.Context
     ) -> wire.worker.RenewResponse:
         verdicts = self._exports.renew([_key_from_proto(key) for key in request.keys])
+        if await hit_async("export.before_renew_reply") == DROP:
+            await _time_out()
         return wire.worker.RenewResponse(
             verdicts=[_TO_PROTO[verdict] for verdict in verdicts], lease_ms=self._lease_ms
         )
@@ -78,17 +83,26 @@ class KVTransferServicer(wire.worker_grpc.KVTransferServiceServicer):
         self, request: wire.worker.SettleRequest, context: rpc.Context
     ) -> wire.worker.SettleResponse:
         verdict = self._exports.settle(_key_from_proto(request.key))
+        if await hit_async("export.before_settle_reply") == DROP:
+            await _time_out()
         return wire.worker.SettleResponse(verdict=_TO_PROTO[verdict])
 
     async def Release(
         self, request: wire.worker.ReleaseRequest, context: rpc.Context
     ) -> wire.worker.ReleaseResponse:
         verdict = self._exports.release(_key_from_proto(request.key))
+        if await hit_async("export.before_release_reply") == DROP:
+            await _time_out()
         return wire.worker.ReleaseResponse(verdict=_TO_PROTO[verdict])
 
     @property
     def _lease_ms(self) -> int:
         return round(self._exports.lease_s * 1000)
+
+
+async def _time_out() -> None:
+    """Until the caller's patience is over, for failpoints."""
+    await asyncio.sleep(2 * CALL_TIMEOUT_S)
 
 
 class GrpcKVControl:

@@ -3,6 +3,7 @@
 A block is hashed where it arrived, right after its copy, while it is still in the cache.
 """
 
+import random
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, wait
@@ -75,8 +76,11 @@ def copy_rows(
 def check_row(row: Rows, copy: BlockCopy, hash_bytes: Hasher | None) -> None:
     """Raises ChecksumMismatch unless ``row``, ``[block_bytes]``, is what was offered."""
     if hit("transfer.corrupt_block") == CORRUPT:
-        row[-1] ^= 1
-    if hash_bytes is not None and hash_bytes(row.data) != copy.checksum:
+        row[random.randrange(len(row))] ^= 1 << random.randrange(8)
+    wanted = copy.checksum
+    if wanted is not None and hit("transfer.corrupt_checksum") == CORRUPT:
+        wanted ^= 1
+    if hash_bytes is not None and hash_bytes(row.data) != wanted:
         raise ChecksumMismatch(copy.index)
 
 

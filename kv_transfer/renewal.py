@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import PeerLost
+from common.failpoints import DROP, hit_async
 from kv_transfer.lease import RENEWALS_PER_LEASE, LeaseKey, LeaseVerdict
+
+# Whatever lease an exporter says that it gave.
+MIN_INTERVAL_S = 0.1
 
 
 class RenewCall(Protocol):
@@ -38,7 +42,8 @@ class Renewer:
         """Renews from now on; ``on_lost`` gets the verdict should the exporter refuse."""
         self._held.setdefault(endpoint, {})[key.lease_id] = _Held(key, on_lost)
         if endpoint not in self._tasks:
-            renewing = self._renew(endpoint, lease_s / RENEWALS_PER_LEASE)
+            interval_s = max(lease_s / RENEWALS_PER_LEASE, MIN_INTERVAL_S)
+            renewing = self._renew(endpoint, interval_s)
             self._tasks[endpoint] = asyncio.create_task(renewing, name="kv-renew")
 
     def drop(self, endpoint: str, lease_id: str) -> None:
@@ -57,6 +62,8 @@ class Renewer:
                 held = dict(self._held[endpoint])
                 if not held:
                     return
+                if await hit_async("decode.before_renew") == DROP:
+                    continue
                 try:
                     keys = [entry.key for entry in held.values()]
                     verdicts = await self._control.renew(endpoint, keys)

@@ -108,6 +108,8 @@ class Intake:
         else:
             accepted = True
             self._taker.take(job, _nothing_to_ack)
+        if await failpoints.hit_async("prefill.before_chosen_reply") == failpoints.DROP:
+            return
         with suppress(BusError):
             await message.reply(wire.TargetedJobReply(accepted=accepted).SerializeToString())
 

@@ -121,8 +121,9 @@ class Jobs:
         loop = asyncio.get_running_loop()
         try:
             remaining_s = await self._ask_for(job)
-            with suppress(BusError):
-                await ack()
+            if await failpoints.hit_async("prefill.before_ack") != failpoints.DROP:
+                with suppress(BusError):
+                    await ack()
             if remaining_s is None:
                 return
             self._changed()
@@ -138,7 +139,7 @@ class Jobs:
 
     async def _ask_for(self, job: Job) -> float | None:
         """Seconds that the request has left, or None where the job is not ours."""
-        await failpoints.hit_async("prefill.before_accept")
+        fault = await failpoints.hit_async("prefill.before_accept")
         request = wire.AcceptRequest(
             request_id=job.spec.request_id,
             attempt=job.spec.attempt,
@@ -147,6 +148,8 @@ class Jobs:
         )
         subject = accept_subject(job.gateway_id)
         data = await ask(self._bus, subject, request.SerializeToString(), job.carrier)
+        if fault == failpoints.DUP:
+            data = await ask(self._bus, subject, request.SerializeToString(), job.carrier)
         reply = _parse_accept(data)
         if reply is None or not reply.granted:
             self.counters.refused += 1
@@ -222,9 +225,11 @@ class Jobs:
             self._release(job)
             ticket = failure_ticket(job, worker, error)
         assert ticket is not None
-        await failpoints.hit_async("prefill.before_ticket")
+        fault = await failpoints.hit_async("prefill.before_ticket")
         subject = ticket_subject(job.gateway_id)
         data = await ask(self._bus, subject, ticket.SerializeToString(), job.carrier)
+        if fault == failpoints.DUP:
+            data = await ask(self._bus, subject, ticket.SerializeToString(), job.carrier)
         await failpoints.hit_async("prefill.after_ticket")
         if not _is_taken(data):
             self._release(job)

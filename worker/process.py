@@ -192,6 +192,7 @@ async def open_process(settings: WorkerSettings, role: Role) -> AsyncIterator[Pr
             pages.health,
             pages.metrics,
             {"kv": pages.kv, "statistics": pages.statistics, "steps": pages.steps},
+            settings.allow_failpoints,
         )
         admin_port = await admin.start()
         stack.push_async_callback(admin.stop)

@@ -19,6 +19,7 @@ from engine.null_runner import NullRunner
 from engine.oracle import OracleRunner
 from engine.pace import Pace
 from engine.prefix_cache import PrefixCache
+from engine.row_guard import RowGuard
 from engine.runner import ModelRunner
 from engine.scheduler import SchedulerConfig
 from engine.step_budget import measured_step_budget
@@ -105,7 +106,8 @@ def make_engine(
     if isinstance(settings, DecodeSettings):
         speculator = make_speculator(settings, model, runner, pool, clock)
     raises_on_fault = settings.on_ledger_fault == "raise"
-    return Engine(runner, pool, scheduler, clock, raises_on_fault, speculator)
+    guarded = RowGuard(runner, scheduler.async_depth)
+    return Engine(guarded, pool, scheduler, clock, raises_on_fault, speculator)
 
 
 def _make_runner(

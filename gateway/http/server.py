@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import h11
 import uvicorn
@@ -27,6 +27,10 @@ _KEEP_ALIVE_S = 30
 _CLOSE_S = 2
 # How long what follows bad headers is still read, so that its sender gets to the answer.
 _DISCARD_S = 2.0
+# Each part of a body costs h11 some 10 us, on the event loop of all streams and before any key is
+# looked at: so many are free, and then one for so many bytes.
+_FREE_PARTS = 1024
+_MIN_PART_BYTES = 64
 
 
 def make_http_server(
@@ -87,29 +91,67 @@ def _bounded(max_connections: int, header_timeout_s: float) -> type[H11Protocol]
 
     class Bounded(BoundedProtocol):
         limits = (max_connections, header_timeout_s)
+        idle: ClassVar[dict[BoundedProtocol, None]] = {}
 
     return Bounded
 
 
+class _CoarseConnection(h11.Connection):
+    """h11's, which takes a body in crumbs of one byte for as long as they come."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEADER_BYTES)
+        self._parts_left = _FREE_PARTS
+        self._spare_bytes = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            gained, self._spare_bytes = divmod(self._spare_bytes + len(event.data), _MIN_PART_BYTES)
+            self._parts_left += gained - 1
+            if self._parts_left < 0:
+                raise h11.RemoteProtocolError("a body in too many parts")
+        elif isinstance(event, h11.Request):
+            self._parts_left, self._spare_bytes = _FREE_PARTS, 0
+        return event
+
+
 class BoundedProtocol(H11Protocol):
-    """uvicorn's, which waits for headers for ever and answers bad ones with plain text."""
+    """uvicorn's, which waits for headers for ever and answers bad ones with plain text.
+
+    Where there are as many connections as there may be, a new one takes the place of the one that
+    has been idle for longest, so that connections that nobody uses shut nobody out. ``idle`` holds
+    those that are in no request, the one that became so first in front.
+    """
 
     limits: tuple[int, float]
+    idle: ClassVar[dict["BoundedProtocol", None]]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = _CoarseConnection()
         self._timer: asyncio.TimerHandle | None = None
         self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._watch()
-        if len(self.connections) > self.limits[0]:
+        if len(self.connections) > self.limits[0] and not self._takes_the_place_of_an_idle_one():
             self._refuse(HttpError(503, "too many connections"), ((b"retry-after", b"1"),))
             self.transport.close()
+        self._watch()
+
+    def _takes_the_place_of_an_idle_one(self) -> bool:
+        oldest = next(iter(self.idle), None)
+        if oldest is None:
+            return False
+        del self.idle[oldest]
+        oldest._refused = True
+        oldest.transport.close()
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        self.idle.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -118,14 +160,26 @@ class BoundedProtocol(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(
-            HttpError(400, f"no valid HTTP request, or headers above {MAX_HEADER_BYTES} bytes")
+            HttpError(
+                400,
+                f"no valid HTTP request, headers above {MAX_HEADER_BYTES} bytes, or a body in "
+                "too many parts",
+            )
         )
 
     def _watch(self) -> None:
         """The clock runs while headers are awaited, but not between two requests: there uvicorn's
         own does."""
+        if self._refused or self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self.idle.pop(self, None)
+        else:
+            self.idle.setdefault(self)
         waiting = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
         if self._refused or not waiting:
             self._cancel_timer()
@@ -148,6 +202,13 @@ class BoundedProtocol(H11Protocol):
             return
         self._refused = True
         self._cancel_timer()
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The application is in the middle of it: what it still says is dropped.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started:
+                self.transport.close()
+                return
         body = json.dumps(error_body(error)).encode()
         lines = (
             (b"content-type", b"application/json"),

@@ -79,6 +79,7 @@ def test_failpoints_are_for_the_first_start_only(nats: NatsServer) -> None:
     assert "--failpoints" not in spec.arguments and "--allow-failpoints" in spec.arguments
 
 
+@pytest.mark.fault("V25")
 def test_no_secret_is_on_a_command_line(nats: NatsServer) -> None:
     links = (nats, TOKEN, OTLP, "oracle")
     for spec in (*plan().workers(*links), *plan().gateways(*links)):

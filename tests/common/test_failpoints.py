@@ -67,10 +67,10 @@ def test_another_name_does_not_act() -> None:
 
 def test_what_the_place_obeys() -> None:
     failpoints.arm(
-        "decode.before_send=drop@2; decode.after_send=dup;transfer.corrupt_block=corrupt"
+        "decode.before_send=drop@2; gateway.before_publish=dup;transfer.corrupt_block=corrupt"
     )
     assert [hit("decode.before_send") for _ in range(3)] == [None, failpoints.DROP, None]
-    assert [hit("decode.after_send") for _ in range(2)] == [failpoints.DUP] * 2
+    assert [hit("gateway.before_publish") for _ in range(2)] == [failpoints.DUP] * 2
     assert hit("transfer.corrupt_block") == failpoints.CORRUPT
     assert hit("decode.after_claim") is None
 
@@ -117,6 +117,8 @@ def test_unarmed_costs_nothing() -> None:
         "prefill.chunk=kill@0",
         "prefill.chunk=kill@x",
         "prefill.chunk=kill@",
+        "prefill.chunk=drop",
+        "decode.copy_block=corrupt",
     ],
 )
 def test_a_bad_spec_is_refused_and_changes_nothing(spec: str) -> None:

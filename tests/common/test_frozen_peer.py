@@ -83,6 +83,7 @@ class Holding(inference_grpc.InferenceServiceServicer):
 
 
 @pytest.mark.parametrize(("seconds", "survives"), [(1.5, True), (30, False)])
+@pytest.mark.fault("F23")
 async def test_a_frozen_client_is_gone_in_five_seconds(seconds: float, survives: bool) -> None:
     loop = asyncio.get_running_loop()
     servicer = Holding()

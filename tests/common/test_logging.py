@@ -21,6 +21,7 @@ def record(message: str, *args: object, **extra: str) -> logging.LogRecord:
 
 
 @pytest.mark.parametrize("formatter", [JsonFormatter("gw-1"), PlainFormatter("gw-1")])
+@pytest.mark.fault("V22")
 def test_hostile_text_is_one_short_escaped_line(formatter: logging.Formatter) -> None:
     line = formatter.format(record("bad id %s", HOSTILE, **about(HOSTILE, "ab" * 16)))
     assert len(line) < 2000
@@ -52,6 +53,7 @@ def test_tracebacks(formatter: logging.Formatter) -> None:
 
 
 @pytest.mark.parametrize("stderr", ["closed", "full"])
+@pytest.mark.fault("F38")
 def test_a_log_that_cannot_be_written_does_not_stop_the_process(stderr: str) -> None:
     script = """
         import logging

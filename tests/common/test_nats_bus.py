@@ -112,6 +112,7 @@ async def test_no_responders_and_silence(server: NatsServer) -> None:
             await bus.request("baton.silent", b"", 0.2)
 
 
+@pytest.mark.fault("F21")
 async def test_jobs_are_delivered_once_and_again_without_an_ack(server: NatsServer) -> None:
     async with connected(server, "g") as gateway, connected(server, "w") as worker:
         assert await worker.fetch_job(0.2) is None  # no queue yet: no error, and not at once
@@ -160,6 +161,7 @@ async def test_a_cancelled_fetch_loses_no_job(server: NatsServer) -> None:
         assert job is not None and job.data == b"k"
 
 
+@pytest.mark.fault("F13")
 async def test_a_full_queue_refuses(server: NatsServer) -> None:
     async with connected(server, "g") as bus:
         await bus.ensure_job_queue(600)
@@ -194,6 +196,7 @@ async def test_too_large(server: NatsServer) -> None:
         await bus.publish_job(b"still here", "r:3")
 
 
+@pytest.mark.fault("F9")
 async def test_kill_and_restart(server: NatsServer) -> None:
     """Subscriptions go on, the queue is made again, jobs flow again; all by itself."""
     async with connected(server, "g", "gateway") as gateway, connected(server, "w") as worker:
@@ -237,6 +240,7 @@ async def test_kill_and_restart(server: NatsServer) -> None:
         working.cancel()
 
 
+@pytest.mark.fault("F10")
 async def test_publish_makes_the_lost_queue_again(server: NatsServer) -> None:
     async with connected(server, "g") as bus:
         await bus.ensure_job_queue(600)
@@ -249,6 +253,7 @@ async def test_publish_makes_the_lost_queue_again(server: NatsServer) -> None:
         assert job is not None and job.data == b"j"
 
 
+@pytest.mark.fault("F11")
 async def test_a_frozen_server_is_a_timeout_within_two_seconds(server: NatsServer) -> None:
     loop = asyncio.get_running_loop()
     bus = await NatsBus.connect(server.url, server.credentials_file("gateway"), "g")

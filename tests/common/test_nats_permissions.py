@@ -124,6 +124,7 @@ async def raw_client(server: NatsServer, role: str) -> AsyncIterator[tuple[nats.
 
 
 @pytest.mark.parametrize("role", ROLES)
+@pytest.mark.fault("V3")
 async def test_what_a_role_may_publish(server: NatsServer, role: str) -> None:
     async with raw_client(server, role) as (client, refused):
         for subject in SUBJECTS:
@@ -226,6 +227,7 @@ def test_inboxes_differ_by_role() -> None:
     assert len({inbox_prefix(role, "x").partition(".")[0] for role in ROLES}) == len(ROLES)
 
 
+@pytest.mark.fault("V25")
 def test_the_server_is_one_with_the_published_fixes() -> None:
     """nats-io/advisories of 2026-06-29."""
     text = subprocess.run([find_nats_server(), "-v"], check=True, capture_output=True, text=True)
@@ -233,6 +235,7 @@ def test_the_server_is_one_with_the_published_fixes() -> None:
     assert version >= (2, 14, 3) or (2, 12, 12) <= version < (2, 13)
 
 
+@pytest.mark.fault("V25")
 def test_the_configuration_opens_nothing_else(server: NatsServer) -> None:
     config = server.credentials_file("gateway").with_name("nats-server.conf").read_text()
     for service in (

@@ -124,6 +124,7 @@ async def test_a_stream_with_the_token() -> None:
 
 
 @pytest.mark.parametrize("token", ["", "a-toke", "a-token2", "other"])
+@pytest.mark.fault("V20")
 async def test_no_stream_without_the_token(token: str) -> None:
     async with internal(token) as channel:
         call = worker_grpc.DecodeServiceStub(channel).Stream()
@@ -172,6 +173,7 @@ async def test_not_ready_is_not_serving_but_alive() -> None:
 
 
 @pytest.mark.parametrize("shape", ["unary_unary", "unary_stream"])
+@pytest.mark.fault("F33")
 async def test_malformed_protobuf(shape: str) -> None:
     async with public(Inference()) as channel:
         if shape == "unary_unary":
@@ -186,6 +188,7 @@ async def test_malformed_protobuf(shape: str) -> None:
         assert text.startswith("message:") and "Decode" not in text and "Traceback" not in text
 
 
+@pytest.mark.fault("F33")
 async def test_malformed_protobuf_in_mid_stream() -> None:
     async with internal(TOKEN) as channel:
         method = channel.stream_stream("/baton.v1.DecodeService/Stream")
@@ -201,6 +204,7 @@ async def test_malformed_protobuf_in_mid_stream() -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.fault("F33")
 async def test_bad_utf8() -> None:
     async with public(Inference()) as channel:
         method = channel.unary_stream("/baton.v1.InferenceService/Generate")
@@ -209,6 +213,7 @@ async def test_bad_utf8() -> None:
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.fault("V18")
 async def test_oversized_messages() -> None:
     async with public(Inference()) as channel:
         stub = inference_grpc.InferenceServiceStub(channel)
@@ -265,6 +270,7 @@ async def test_errors_arrive_as_they_were_raised(error: errors.BatonError) -> No
     ],
     ids=lambda error: type(error).__name__,
 )
+@pytest.mark.fault("V5")
 async def test_what_is_not_for_clients_stays_here(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:

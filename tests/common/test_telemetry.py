@@ -145,6 +145,7 @@ async def test_a_hostile_traceparent_starts_a_new_trace(receiver: OtlpReceiver, 
 
 
 @pytest.mark.parametrize("collector", ["down", "black hole"])
+@pytest.mark.fault("F37")
 async def test_a_dead_collector_costs_two_seconds_at_the_end_and_nothing_before(
     collector: str,
 ) -> None:

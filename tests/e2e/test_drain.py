@@ -88,6 +88,7 @@ async def gone(process: Process, timeout_s: float) -> None:
             await asyncio.sleep(POLL_S)
 
 
+@pytest.mark.fault("F24")
 async def test_rolling_sigterm_of_every_worker(cluster: Cluster) -> None:
     before = cluster.log.read_text()
     async with load_on(cluster) as load:
@@ -163,6 +164,7 @@ async def baton(cluster: Cluster, *arguments: str) -> tuple[int, str, str]:
     return process.returncode, stdout.decode(), stderr.decode()
 
 
+@pytest.mark.fault("F24")
 async def test_what_does_not_finish_is_handed_over(cluster: Cluster) -> None:
     """A drain budget much shorter than the requests: they go on elsewhere, none is lost."""
     async with cluster.another("decode", "--drain-budget-s", "1", *SLOW) as worker:
@@ -173,6 +175,7 @@ async def test_what_does_not_finish_is_handed_over(cluster: Cluster) -> None:
     await cluster.until_clean()
 
 
+@pytest.mark.fault("F24")
 async def test_a_second_signal_ends_a_worker_at_once(cluster: Cluster) -> None:
     async with cluster.another("decode", *SLOW) as worker, long_requests_on(cluster, worker):
         worker.kill(signal.SIGTERM)
@@ -219,6 +222,7 @@ async def running_on(cluster: Cluster, worker: Process) -> int:
     return int(statistics["engine"]["num_running"])
 
 
+@pytest.mark.fault("F24")
 async def test_a_gateway_drains_its_streams(cluster: Cluster) -> None:
     before = cluster.log.read_text()
     (gateway,) = cluster.of_role("gateway")

@@ -61,6 +61,7 @@ def check(answers: Sequence[Answer]) -> None:
     assert num_moved(answers)
 
 
+@pytest.mark.fault("F1")
 async def test_prefill_worker_with_jobs_of_the_shared_queue(
     cluster: Cluster, client: BatonClient
 ) -> None:
@@ -71,6 +72,7 @@ async def test_prefill_worker_with_jobs_of_the_shared_queue(
     await cluster.until_clean()
 
 
+@pytest.mark.fault("F1")
 async def test_prefill_worker_that_was_chosen_for_its_prefix(
     cluster: Cluster, client: BatonClient
 ) -> None:
@@ -101,6 +103,7 @@ async def test_prefill_worker_that_was_chosen_for_its_prefix(
         pytest.param("decode.before_send", 39, id="last"),
     ],
 )
+@pytest.mark.fault("F4", "F5")
 async def test_decode_worker_in_mid_stream(
     cluster: Cluster, client: BatonClient, place: str, hit: int
 ) -> None:
@@ -109,6 +112,7 @@ async def test_decode_worker_in_mid_stream(
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.fault("F4")
 async def test_decode_worker_at_random_points(
     cluster: Cluster, client: BatonClient, seed: int
 ) -> None:
@@ -137,6 +141,7 @@ async def _kill_decode(
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
+@pytest.mark.fault("F1", "F4")
 async def test_workers_killed_under_load(cluster: Cluster, client: BatonClient) -> None:
     """At a random moment a worker may hold nothing; over all rounds some had work to move."""
     moved = 0
@@ -151,6 +156,7 @@ async def test_workers_killed_under_load(cluster: Cluster, client: BatonClient) 
     assert moved
 
 
+@pytest.mark.fault("F4")
 async def test_a_stream_waits_for_the_prefill_pool(cluster: Cluster, client: BatonClient) -> None:
     """Its decode worker dies while no prefill worker is there to compute it anew."""
     (case,) = make_cases(9, 1, prompt_tokens=(50, 50), max_tokens=(400, 400))

@@ -223,6 +223,7 @@ async def test_vllms_dashboard_finds_its_series(load: Load) -> None:
         assert any(labels["model_name"] == "oracle" for one in series for labels, _ in one), name
 
 
+@pytest.mark.fault("V22")
 async def test_series_are_bounded(load: Load, cluster: Cluster) -> None:
     """Whatever clients send, there are the same series; only transports appear as they are used,
     and refusals as they happen."""

@@ -60,11 +60,13 @@ class Streams:
         return answers
 
 
+@pytest.mark.fault("F9", "F10")
 async def test_nats_killed_under_load(cluster: Cluster, client: BatonClient) -> None:
     await _kill_nats(cluster, client, seed=1, num_kills=1)
 
 
 @pytest.mark.full
+@pytest.mark.fault("F9", "F10")
 async def test_nats_killed_again_and_again(cluster: Cluster, client: BatonClient) -> None:
     await _kill_nats(cluster, client, seed=2, num_kills=5)
 
@@ -86,6 +88,7 @@ async def _kill_nats(cluster: Cluster, client: BatonClient, seed: int, num_kills
     await cluster.until_clean()
 
 
+@pytest.mark.fault("F6")
 async def test_a_hiccup_changes_nothing(cluster: Cluster, client: BatonClient) -> None:
     """Even of all processes at once."""
     streams = Streams(client, 3, 16, 200)
@@ -100,6 +103,7 @@ async def test_a_hiccup_changes_nothing(cluster: Cluster, client: BatonClient) -
     await cluster.until_clean()
 
 
+@pytest.mark.fault("F6")
 async def test_zombies_are_fenced(cluster: Cluster, client: BatonClient) -> None:
     """Workers that stand still too long have their work moved, and wake up with it in their hands:
     a decode worker with streams, a prefill worker with a ticket that it is about to send."""

@@ -55,6 +55,7 @@ def _make(first: str, second: str) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("security", ["insecure", "tls"])
+@pytest.mark.fault("F12")
 def test_two_hosts_and_their_link_cut(
     hosts: tuple[str, str], security: str, tmp_path: Path
 ) -> None:

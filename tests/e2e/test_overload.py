@@ -24,6 +24,7 @@ ROUNDS = 12
 GROWTH_BYTES = 8 << 20
 
 
+@pytest.mark.fault("F17")
 async def test_what_is_beyond_the_bound_is_refused(tmp_path: Path) -> None:
     async with baton_up(tmp_path, flags=FLAGS) as cluster:
         cases = make_cases(1, NUM_AT_ONCE, prompt_tokens=(20, 100), max_tokens=(5, 10))
@@ -44,6 +45,7 @@ async def test_what_is_beyond_the_bound_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
+@pytest.mark.fault("F17")
 async def test_memory_stays_flat(tmp_path: Path) -> None:
     """On the null model, so that nothing but the bookkeeping takes part."""
     async with baton_up(tmp_path, model="null", flags=FLAGS) as cluster:

@@ -102,6 +102,7 @@ def secrets(cluster: Cluster) -> dict[str, str]:
 # ---------------------------------------------------------------- who listens
 
 
+@pytest.mark.fault("V3")
 async def test_everything_listens_on_loopback_and_is_known(cluster: Cluster) -> None:
     everything = {process: listening(process) for process in processes(cluster)}
     addresses = set().union(*everything.values())
@@ -133,6 +134,7 @@ async def status_of(channel: aio.Channel, method: str, authorization: str) -> St
         return StatusCode.OK
 
 
+@pytest.mark.fault("V3", "V20")
 async def test_internal_grpc_needs_the_token(cluster: Cluster) -> None:
     targets = [process.grpc for process in cluster.workers]
     targets += [state(cluster)["supervisor"], otlp_address(cluster)]
@@ -146,6 +148,7 @@ async def test_internal_grpc_needs_the_token(cluster: Cluster) -> None:
                     assert got is StatusCode.UNAUTHENTICATED, (target, method, authorization)
 
 
+@pytest.mark.fault("V20")
 async def test_health_is_for_anyone(cluster: Cluster) -> None:
     for process in cluster.processes:
         async with aio.insecure_channel(process.grpc) as channel:
@@ -217,6 +220,7 @@ async def test_the_public_http_port_serves_nothing_of_the_inside(cluster: Cluste
         assert (await http(cluster.http, path))[0] == 404, path
 
 
+@pytest.mark.fault("V3")
 async def test_nats_takes_no_stranger(cluster: Cluster) -> None:
     (address,) = listening(cluster.child("nats-server"))
     for options in ("{}", '{"user":"gateway","pass":"x"}', '{"auth_token":"x"}'):
@@ -239,6 +243,7 @@ def logs(cluster: Cluster) -> Iterator[tuple[str, str]]:
         yield path.name, path.read_text(errors="replace")
 
 
+@pytest.mark.fault("V5", "V25")
 async def test_no_secret_is_told(cluster: Cluster) -> None:
     cases = make_cases(5, 6, prompt_tokens=(20, 90), max_tokens=(8, 16))
     async with BatonClient(cluster.grpc) as client:
@@ -265,6 +270,7 @@ async def test_no_secret_is_told(cluster: Cluster) -> None:
         assert "a handler failed" not in text and "NotImplemented" not in text, where
 
 
+@pytest.mark.fault("V5")
 async def test_files_are_for_their_owner_alone(cluster: Cluster) -> None:
     run_dir = cluster.state_file.parent
     for path in (run_dir, run_dir / "nats", run_dir.parent):

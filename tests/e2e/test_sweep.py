@@ -52,6 +52,7 @@ async def kill_a_run(runtime: Path, pool_dir: Path) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.fault("F27")
 async def test_the_next_run_sweeps_what_a_killed_one_left(live: Cluster, tmp_path: Path) -> None:
     others = {path: path.stat().st_ino for path in live.pool_dir.iterdir()}
     assert len(others) == 2
@@ -79,6 +80,7 @@ async def test_the_next_run_sweeps_what_a_killed_one_left(live: Cluster, tmp_pat
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
+@pytest.mark.fault("F27")
 async def test_twenty_killed_runs_leave_no_more_than_one(live: Cluster, tmp_path: Path) -> None:
     others = set(live.pool_dir.iterdir())
     runtime = tmp_path / "killed"

@@ -1,8 +1,11 @@
 import hashlib
 
+import pytest
+
 from common.block_keys import block_key, chain_keys, pack_ids, root_key
 
 
+@pytest.mark.fault("V13")
 def test_the_chain_is_sha256_over_parent_and_ids() -> None:
     root = root_key("model", "tenant", "salt")
     ids = list(range(10))

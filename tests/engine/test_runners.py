@@ -55,6 +55,7 @@ def test_temperature_matters() -> None:
     assert len(texts) == 5
 
 
+@pytest.mark.fault("V16")
 def test_poison_is_seen() -> None:
     layout = oracle_layout(4)
     storage = torch.zeros((3, *layout.block_shape))

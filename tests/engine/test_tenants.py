@@ -34,6 +34,7 @@ def num_hits(pool: BlockPool, tenant: str, num_blocks: int, seed: int) -> int:
 
 
 @pytest.mark.parametrize("in_use", [0, 12])
+@pytest.mark.fault("V15")
 def test_a_flood_drives_out_its_own(in_use: int) -> None:
     """Also where most of the pool is in use."""
     pool = BlockPool(33, BLOCK_SIZE, "m", PrefixCache(33))

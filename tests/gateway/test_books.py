@@ -66,6 +66,7 @@ def report(
     )
 
 
+@pytest.mark.fault("F5")
 async def test_indices_already_had_are_dropped_and_counted() -> None:
     run, counters = make_run()
     run.receive(Arrival(0, (5, 6), ()))
@@ -75,6 +76,7 @@ async def test_indices_already_had_are_dropped_and_counted() -> None:
     assert counters.duplicates == 1
 
 
+@pytest.mark.fault("F5")
 async def test_a_gap_in_the_indices_ends_the_attempt() -> None:
     run, _ = make_run()
     run.receive(Arrival(1, (5,), ()))
@@ -94,6 +96,7 @@ async def test_tokens_that_came_before_a_loss_are_delivered_first() -> None:
         await run.wait_change()
 
 
+@pytest.mark.fault("F6")
 async def test_an_older_attempt_is_fenced_and_counted() -> None:
     run, counters = make_run()
     run.new_attempt()
@@ -119,6 +122,7 @@ def ask(worker_id: str = "p1", attempt: int = 1, epoch: int = 1) -> wire.AcceptR
     return wire.AcceptRequest(request_id="r", attempt=attempt, worker_id=worker_id, epoch=epoch)
 
 
+@pytest.mark.fault("F21")
 async def test_an_attempt_is_granted_once_and_to_the_same_worker_again() -> None:
     dispatch, runs, _ = make_dispatch(Clock())
     run = Run(make_request(), 0.0, runs.counters)
@@ -156,6 +160,7 @@ async def test_only_the_owner_of_the_current_attempt_has_its_ticket_taken() -> N
     assert runs.counters.fenced == 3
 
 
+@pytest.mark.fault("F12")
 def test_silence_ends_a_worker_unless_our_own_link_was_down() -> None:
     clock = Clock()
     registry, left, orphans = make_registry(clock)
@@ -188,6 +193,7 @@ def test_granted_work_missing_in_two_reports_in_a_row_has_no_owner() -> None:
     assert orphans == [("r", 1)]
 
 
+@pytest.mark.fault("F29")
 def test_a_worker_that_cannot_be_paired_is_refused_with_the_field() -> None:
     registry, left, _ = make_registry(Clock())
     registry.report(report("p1"))
@@ -244,6 +250,7 @@ class BrokenBus:
         raise BusError("NATS: insufficient resources")
 
 
+@pytest.mark.fault("F11")
 async def test_any_trouble_of_the_bus_is_a_stall_and_no_error_of_the_request() -> None:
     dispatch, runs, _ = dispatch_over(BrokenBus(), Clock())
     run = Run(make_request(), 0.0, runs.counters)

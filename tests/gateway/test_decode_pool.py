@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import pytest
+
 from common.wire import worker as wire
 from gateway.decode_link import Dial
 from gateway.decode_pool import DecodePool
@@ -44,6 +46,7 @@ async def until_connected(pool: DecodePool) -> None:
             await asyncio.sleep(0.005)
 
 
+@pytest.mark.fault("F3")
 async def test_a_worker_started_anew_under_its_old_id_is_used_again() -> None:
     pool, registry = make_pool()
     registry.report(report("d1", role="decode", epoch=1))

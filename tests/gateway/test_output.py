@@ -73,6 +73,7 @@ async def test_tokens_behind_a_stop_string_are_not_output() -> None:
     assert await taken(output) == Delta(0, (0, 1), "a", last=True)
 
 
+@pytest.mark.fault("F30")
 async def test_a_client_that_stops_reading_ends_the_request() -> None:
     output = make_output(slow_client_s=0.05)
     output.push(Arrival(0, (0,), ()))

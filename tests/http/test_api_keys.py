@@ -86,6 +86,7 @@ def test_files_that_cannot_be_used(tmp_path: Path, text: str, mode: int, reason:
     assert ALICE not in error.value.message and "short" not in error.value.message
 
 
+@pytest.mark.fault("V14", "V20")
 async def test_a_cluster_with_keys(tmp_path: Path) -> None:
     key_file = write(tmp_path / "keys", KEYS)
     flags = ["--num-blocks", "64", "--step-delay-ms", "5", "--api-key-file", str(key_file)]

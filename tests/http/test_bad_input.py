@@ -94,6 +94,7 @@ NOT_JSON: dict[str, bytes] = {
 }
 
 
+@pytest.mark.fault("F33")
 async def test_bodies_that_are_no_json(oracle: Cluster) -> None:
     async with nobody_notices(oracle), http_client(oracle.http) as client:
         for name, data in NOT_JSON.items():
@@ -213,6 +214,7 @@ CHAT_FIELDS: list[tuple[str, Any, str | None]] = [
 ]
 
 
+@pytest.mark.fault("V6", "V7", "V8")
 async def test_fields(oracle: Cluster) -> None:
     async with nobody_notices(oracle), http_client(oracle.http) as client:
         for path, base, fields in (
@@ -304,6 +306,7 @@ def head(path: str = COMPLETIONS, **headers: object) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
+@pytest.mark.fault("V18")
 async def test_huge_headers_and_bodies(oracle: Cluster) -> None:
     body = b'{"prompt": "' + b"x" * (5 << 20) + b'"}'
     length = {"content-length": len(body)}
@@ -323,6 +326,7 @@ async def test_huge_headers_and_bodies(oracle: Cluster) -> None:
             assert status == 404 or str(MAX_BODY_BYTES) in text or "65536" in text
 
 
+@pytest.mark.fault("V18")
 async def test_slow_headers_and_bodies(oracle: Cluster) -> None:
     """A byte now and then keeps no connection open for longer than a request may take."""
     drop = [b"x"] * 100

@@ -41,6 +41,7 @@ async def leave(cluster: Cluster, body: dict[str, Any], after_s: float) -> None:
     writer.transport.abort()
 
 
+@pytest.mark.fault("F15")
 async def test_leaving_at_any_moment(oracle: Cluster) -> None:
     rng = random.Random(5)
     (gateway,) = oracle.of_role("gateway")
@@ -77,6 +78,7 @@ def connected(address: str) -> socket.socket:
 
 @pytest.mark.timeout(90)
 @pytest.mark.full
+@pytest.mark.fault("F30")
 async def test_a_client_that_never_reads(tmp_path: Any) -> None:
     """Its connection is open and its window closed: the kernel gives it up, the request ends."""
     flags = ["--num-blocks", "512", "--slow-client-s", "1"]

@@ -183,6 +183,7 @@ def test_choices_seeds_and_stops(client: OpenAI) -> None:
     assert stopped.choices[0].to_dict()["stop_reason"] == "."
 
 
+@pytest.mark.fault("V10")
 def test_a_special_token_in_a_message_stays_text(client: OpenAI) -> None:
     body: Any = {"model": MODEL, "messages": [{"role": "user", "content": "a<|im_end|>b"}]}
     raw = httpx2.post(str(client.base_url).replace("/v1/", "/tokenize"), json=body, trust_env=False)

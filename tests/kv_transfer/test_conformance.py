@@ -21,5 +21,6 @@ def _nothing_left(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("check", [*CHECKS, *CORRUPTION_CHECKS], ids=lambda check: check.__name__)
+@pytest.mark.fault("F16", "F28")
 async def test_conformance(backend: str, check: Check, tmp_path: Path) -> None:
     await check(backend, tmp_path)

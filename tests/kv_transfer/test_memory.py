@@ -103,6 +103,7 @@ def test_a_name_in_use_is_an_error(tmp_path: Path) -> None:
         allocate_pool("shm", LAYOUT, 8, tmp_path, "p-1", 1)
 
 
+@pytest.mark.fault("F27")
 def test_only_files_of_the_dead_are_swept(tmp_path: Path) -> None:
     with allocate_pool("shm", LAYOUT, 8, tmp_path, "p-2", 1) as living:
         owner = start_owner(tmp_path)
@@ -118,6 +119,7 @@ def test_only_files_of_the_dead_are_swept(tmp_path: Path) -> None:
         assert (tmp_path / "other-file").exists()
 
 
+@pytest.mark.fault("F27")
 def test_a_readers_death_leaves_the_pool(tmp_path: Path) -> None:
     owner = start_owner(tmp_path)
     reader = run(f"""
@@ -142,6 +144,7 @@ def test_a_readers_death_leaves_the_pool(tmp_path: Path) -> None:
     stop(owner)
 
 
+@pytest.mark.fault("F26")
 def test_a_full_tmpfs_is_an_error_at_start(tmp_path: Path) -> None:
     mount = f'mount -t tmpfs -o size=1m tmpfs {tmp_path} && exec "$@"'
     prefix = ("unshare", "-m", "sh", "-c", mount, "sh")

@@ -134,6 +134,7 @@ async def test_many_at_once(served: Served) -> None:
         assert here.imports.statistics().num_failures == {}
 
 
+@pytest.mark.fault("F6")
 async def test_a_short_freeze_changes_nothing(served: Served) -> None:
     async with importer(served.transport, served.folder) as here:
         await _fetch_over_freeze(here, served.exporter, freeze_s=1.5)
@@ -141,6 +142,7 @@ async def test_a_short_freeze_changes_nothing(served: Served) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.fault("F6")
 async def test_a_long_freeze_is_a_lost_peer(served: Served) -> None:
     async with importer(served.transport, served.folder) as here:
         with pytest.raises(PeerLost):
@@ -149,6 +151,7 @@ async def test_a_long_freeze_is_a_lost_peer(served: Served) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.fault("F2")
 async def test_killed_at_each_point(transport: str, tmp_path: Path) -> None:
     """Never a half block: the fetch ends in PeerLost, quickly. The worker comes back in a new
     epoch, refuses what the old one offered, and serves."""

@@ -64,6 +64,7 @@ def chown(path: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [chmod, grow, link, chown, fifo])
+@pytest.mark.fault("V5")
 def test_a_file_that_is_not_as_it_should_be_is_not_mapped(
     spoil: Callable[[Path], None], target: PoolMemory, tmp_path: Path
 ) -> None:

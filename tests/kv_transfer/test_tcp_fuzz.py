@@ -160,10 +160,12 @@ async def frames_open_no_more_than_the_claim(folder: Path, num: int, seed: int =
 @pytest.mark.parametrize(
     "num", [3000, pytest.param(100_000, marks=[pytest.mark.full, pytest.mark.timeout(900)])]
 )
+@pytest.mark.fault("V4")
 async def test_mutated_frames(num: int, tmp_path: Path) -> None:
     await frames_open_no_more_than_the_claim(tmp_path, num)
 
 
+@pytest.mark.fault("F28")
 async def test_every_bit_of_the_first_frame_counts(tmp_path: Path) -> None:
     async with open_rig("tcp", tmp_path) as rig:
         whole = frame_of(await claimed(rig))
@@ -181,6 +183,7 @@ async def test_every_bit_of_the_first_frame_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_transfers", [64, pytest.param(240, marks=pytest.mark.full)])
+@pytest.mark.fault("F28")
 async def test_healthy_transfers_raise_no_alarm(num_transfers: int, tmp_path: Path) -> None:
     """All at once, from eight importers, strangers all the while: none fails, all are right."""
     async with open_rig("tcp", tmp_path) as rig, contextlib.AsyncExitStack() as stack:

@@ -45,6 +45,7 @@ async def expired_after_the_claim(rig: Rig, offer: Offer) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
+@pytest.mark.fault("F3", "V16")
 async def test_a_ticket_whose_blocks_were_reused(
     end: Callable[[Rig, Offer], Awaitable[None]], verdict: LeaseVerdict, tmp_path: Path
 ) -> None:
@@ -65,6 +66,7 @@ async def test_a_ticket_whose_blocks_were_reused(
         assert rig.exports.renew([LeaseKey.of(old)]) == (verdict,)
 
 
+@pytest.mark.fault("F3")
 async def test_a_ticket_of_an_older_epoch(tmp_path: Path) -> None:
     """The worker came back at the same place, with the same blocks under a live claim."""
     async with open_rig("tcp", tmp_path) as rig:
@@ -80,6 +82,7 @@ async def test_a_ticket_of_an_older_epoch(tmp_path: Path) -> None:
             assert await heard(again, frame_of(LeaseKey.of(current)) + ASK.pack(0, 2)) == b""
 
 
+@pytest.mark.fault("F16")
 async def test_a_copy_that_outlives_its_blocks(tmp_path: Path) -> None:
     """Reused in mid-copy: what had come by then is thrown away, what was to come never comes."""
     async with open_rig("tcp", tmp_path, lease_s=0.4) as rig:

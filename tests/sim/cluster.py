@@ -280,6 +280,9 @@ class _OfferClient:
         key = LeaseKey.of(offer_from_proto(offer))
         await self._cluster.ask_exports(offer.endpoint, lambda exports: exports.release(key))
 
+    def forget(self, endpoint: str) -> None:
+        """There are no channels here."""
+
 
 class _Control:
     """KVControl over the bad network."""

@@ -93,6 +93,20 @@ class Cluster:
         with urllib.request.urlopen(request, timeout=10) as response:
             return dict(json.load(response))
 
+    async def arm(self, process: Process, spec: str) -> None:
+        """Arms failpoints in a running process, which must allow them; "" disarms. How often each
+        place was reached since is ``debug(process, "failpoints")``."""
+        await asyncio.to_thread(self._post, process.admin, spec)
+
+    def _post(self, admin: str, spec: str) -> None:
+        request = urllib.request.Request(
+            f"http://{admin}/debug/failpoints",
+            data=spec.encode(),
+            headers={"authorization": f"Bearer {self.token}"},
+        )
+        with urllib.request.urlopen(request, timeout=10):
+            pass
+
     async def held(self) -> list[str]:
         """What anyone still holds; empty when every ledger is as it was at the start."""
         held = []

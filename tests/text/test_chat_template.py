@@ -43,6 +43,7 @@ def test_an_ordinary_message_renders_whole() -> None:
         "<s>~<s>",
     ],
 )
+@pytest.mark.fault("V10")
 def test_a_spelled_special_token_stays_text(content: str) -> None:
     rendered = template().render(user(content))
     assert rendered.pieces == (1, f"user\n{content}", 2, "\n", 1, "assistant\n")
@@ -131,6 +132,7 @@ def test_a_template_that_refuses_is_the_users_error() -> None:
         "{% for i in range(10000000000) %}{% endfor %}",
     ],
 )
+@pytest.mark.fault("V12")
 def test_templates_are_sandboxed(source: str) -> None:
     with pytest.raises(InvalidRequest):
         template(source).render(user("x"))

@@ -90,6 +90,7 @@ async def test_cached_blocks_are_not_fetched_again(pair: Pair, stream: Stream) -
     await pair.until_clean()
 
 
+@pytest.mark.fault("F28")
 async def test_a_corrupt_copy_is_never_used(pair: Pair, stream: Stream) -> None:
     failpoints.arm("transfer.corrupt_block=corrupt@2")
     await hand_off(pair, stream, "r", prompt(30))
@@ -105,6 +106,7 @@ async def test_a_corrupt_copy_is_never_used(pair: Pair, stream: Stream) -> None:
               "decode.before_settle", "decode.after_settle"]
 )  # fmt: skip
 @pytest.mark.parametrize("how", ["abort", "stream"])
+@pytest.mark.fault("F16", "V17")
 async def test_abort_at_each_step_of_a_fetch_leaves_both_ledgers_clean(
     pair: Pair, place: str, how: str
 ) -> None:
@@ -181,6 +183,7 @@ async def test_abort_and_end_of_stream_while_decoding(tmp_path: Path) -> None:
         await pair.until_clean()
 
 
+@pytest.mark.fault("F6")
 async def test_messages_of_an_old_attempt_change_nothing(pair: Pair, stream: Stream) -> None:
     ids = prompt(9)
     stream.reserve("r", 1, 4)
@@ -251,6 +254,7 @@ async def test_silence_is_death(pair: Pair) -> None:
     await stream.close()
 
 
+@pytest.mark.fault("F30")
 async def test_an_outbox_that_is_not_drained_closes_its_stream_alone(tmp_path: Path) -> None:
     async with open_pair(tmp_path, outbox_timeout_s=0.4) as pair:
         stuck = pair.worker.stream(_hello_only())

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Mapping
 
+import pytest
+
 from common.bus import Handler
 from common.bus import Job as Delivery
 from common.wire import worker as wire
@@ -61,6 +63,7 @@ class Taker:
     def cancel(self, request_id: str, attempt: int) -> None: ...
 
 
+@pytest.mark.fault("F13")
 async def test_a_job_given_back_for_want_of_room_is_not_pulled_again_before_there_is_room() -> None:
     state = state_of("request", 1, prompt(20))
     bus = QueueOfOne(wire.PrefillJob(sequence=state, gateway_id="gw-1").SerializeToString())

@@ -202,6 +202,7 @@ async def test_small_jobs_share_a_step(nats: NatsServer, tmp_path: Path) -> None
     ["prefill.before_accept", "prefill.after_accept", "prefill.chunk", "prefill.after_compute",
      "prefill.before_ticket", "prefill.after_ticket"],
 )  # fmt: skip
+@pytest.mark.fault("F15")
 async def test_cancel_in_each_phase_leaves_nothing(setup: Setup, place: str) -> None:
     failpoints.arm(f"{place}=sleep:0.3")
     setup.gateway.take = False
@@ -239,12 +240,14 @@ async def test_the_deadline_ends_a_job(nats: NatsServer, tmp_path: Path) -> None
         await setup.until_clean()
 
 
+@pytest.mark.fault("F19")
 async def test_a_prompt_that_never_fits_fails(setup: Setup) -> None:
     await setup.gateway.publish(state_of("r", 1, prompt(300)))
     assert (await setup.gateway.ticket("r")).failure.reason == "too_large"
     await setup.until_clean()
 
 
+@pytest.mark.fault("F33")
 async def test_garbage_is_dropped(setup: Setup) -> None:
     await setup.bus.publish_job(b"\xff\xffnot a job", "x:1")
     await setup.bus.publish_job(b"", "x:2")

@@ -1,5 +1,7 @@
 """When a prefill worker takes another job."""
 
+import pytest
+
 from common.types import StepRecord
 from prefill_worker.slots import Slots
 
@@ -57,6 +59,7 @@ def test_a_long_running_prompt_leaves_room_for_one_more():
     assert not slots.is_free(50)
 
 
+@pytest.mark.fault("F13")
 def test_no_more_jobs_than_sequences():
     slots = Slots(1, 100)
     slots.take("a", 10, 3)

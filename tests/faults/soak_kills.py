@@ -1,0 +1,163 @@
+"""Workers killed at random points, hundreds of them, under load.
+
+1. `baton up` gives a gateway and one worker of each role, which survive. Victims join beside them,
+   started ahead in the background; each is killed once.
+2. A round picks its victims and where they die: at a random hit of a random failpoint, or from
+   outside after a random time. Then the load starts.
+3. Who is still alive after `KILL_BY_S` is killed from outside. All victims of a round die before
+   anyone could have moved a prefill job twice, so that no request meets two deaths by chance (it
+   would rightly be refused as poison). The death of a decode worker is seen at once: one a round.
+4. All requests must end right. At the end of the slice every ledger is empty.
+"""
+
+import asyncio
+import os
+import random
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from itertools import count
+
+from faults.history import watch
+from faults.stage import Stage
+from support.cluster import Cluster, Process, baton_up
+from support.oracle_requests import make_cases
+
+from common.client import BatonClient
+
+GOAL = 200
+KILL_BY_S = 1.2
+NUM_REQUESTS = 16
+FLAGS = ["--num-blocks", "128", "--step-delay-ms", "2", "--lease-s", "3", "--allow-failpoints"]
+
+# Where a worker dies, and up to which hit of a round.
+PREFILL_POINTS = {
+    "prefill.after_pull": 3, "prefill.before_accept": 3, "prefill.after_accept": 3,
+    "prefill.chunk": 6, "prefill.after_compute": 4, "prefill.before_ticket": 4,
+    "prefill.after_ticket": 4,
+}  # fmt: skip
+DECODE_POINTS = {
+    "decode.before_grant": 6, "decode.after_start": 6, "decode.before_claim": 6,
+    "decode.after_claim": 6, "decode.copy_block": 30, "decode.before_settle": 6,
+    "decode.after_settle": 6, "decode.before_send": 80, "decode.after_send": 80,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Victim:
+    process: Process
+    stack: AsyncExitStack
+
+    @property
+    def is_dead(self) -> bool:
+        """It is a child of ours that nobody has waited for."""
+        try:
+            with open(f"/proc/{self.process.pid}/stat") as stat:
+                return stat.read().rpartition(")")[2].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+
+class Victims:
+    """Workers of one role, always some ready ahead."""
+
+    def __init__(self, cluster: Cluster, role: str, num_ahead: int) -> None:
+        self._cluster, self._role = cluster, role
+        self._ready: asyncio.Queue[Victim] = asyncio.Queue(num_ahead)
+        self._task = asyncio.create_task(self._start_more())
+
+    async def get(self) -> Victim:
+        getter = asyncio.ensure_future(self._ready.get())
+        await asyncio.wait((getter, self._task), return_when=asyncio.FIRST_COMPLETED)
+        if not getter.done():
+            getter.cancel()
+            self._task.result()
+        return await getter
+
+    async def _start_more(self) -> None:
+        while True:
+            stack = AsyncExitStack()
+            # Most room, so that work goes there.
+            process = await stack.enter_async_context(
+                self._cluster.another(self._role, "--num-blocks", "512")
+            )
+            await self._ready.put(Victim(process, stack))
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        while not self._ready.empty():
+            await self._ready.get_nowait().stack.aclose()
+
+
+async def decode_kills(stage: Stage) -> None:
+    await _kills(stage, "decode", DECODE_POINTS, num_at_once=1)
+
+
+async def prefill_kills(stage: Stage) -> None:
+    await _kills(stage, "prefill", PREFILL_POINTS, num_at_once=3)
+
+
+async def _kills(stage: Stage, role: str, points: dict[str, int], num_at_once: int) -> None:
+    async with baton_up(stage.folder, flags=FLAGS) as cluster, BatonClient(cluster.grpc) as client:
+        victims = Victims(cluster, role, num_at_once)
+        try:
+            for number in count():
+                if not stage.goes_on("kills", GOAL):
+                    break
+                chosen = [await victims.get() for _ in range(num_at_once)]
+                await _round(stage, cluster, client, chosen, points, number)
+        finally:
+            await victims.close()
+        await until_clean(stage, cluster)
+
+
+async def _round(
+    stage: Stage,
+    cluster: Cluster,
+    client: BatonClient,
+    victims: list[Victim],
+    points: dict[str, int],
+    number: int,
+) -> None:
+    rng = random.Random(stage.rng.getrandbits(64))
+    places = [await _arm(cluster, victim, points, rng) for victim in victims]
+    cases = make_cases(rng.getrandbits(32), NUM_REQUESTS, (1, 200), (20, 60))
+    killing = asyncio.gather(
+        *(_kill(victim, place, rng) for victim, place in zip(victims, places, strict=True))
+    )
+    histories = await asyncio.gather(*(watch(client, case) for case in cases))
+    for place in await killing:
+        stage.figures.counts["kills"] += 1
+        stage.figures.counts[f"kills at {place}"] += 1
+    stage.judge(histories, f"round {number}, killed at {', '.join(places)}")
+    for victim in victims:
+        await victim.stack.aclose()
+
+
+async def _arm(cluster: Cluster, victim: Victim, points: dict[str, int], rng: random.Random) -> str:
+    """Where it is to die: a failpoint, or "any moment"."""
+    place = rng.choice([*points, "any moment"])
+    if place != "any moment":
+        await cluster.arm(victim.process, f"{place}=kill@{rng.randint(1, points[place])}")
+    return place
+
+
+async def _kill(victim: Victim, place: str, rng: random.Random) -> str:
+    """Returns where it died."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + (rng.uniform(0.0, KILL_BY_S) if place == "any moment" else KILL_BY_S)
+    while loop.time() < end_s:
+        if victim.is_dead:
+            return place
+        await asyncio.sleep(0.01)
+    with suppress(ProcessLookupError):
+        os.kill(victim.process.pid, 9)
+    return "any moment"
+
+
+async def until_clean(stage: Stage, cluster: Cluster) -> None:
+    try:
+        await cluster.until_clean()
+    except AssertionError as error:
+        stage.figures.counts["leaked"] += 1
+        stage.figures.example(f"seed {stage.seed}: {error}")
