@@ -73,15 +73,17 @@ class DraftLengths:
         them that samples ``num_sampled``. Proposing takes ``round_s`` for each draft of the longest
         proposal."""
         most = max((candidate.reach for candidate in candidates), default=0)
-        best, chosen = num_sampled / self._times.seconds(num_tokens), [0] * len(candidates)
+        num_most = min(max(0, limit), sum(candidate.reach for candidate in candidates))
+        seconds = self._times.table(num_tokens, num_tokens + num_most)
+        best, chosen = num_sampled / seconds[0], [0] * len(candidates)
         # Proposing costs by the longest proposal: each length of it has a best choice.
         for num_rounds in range(1, most + 1) if round_s else (most,):
             fixed_s = num_rounds * round_s
-            gains = _best_gains(candidates, num_rounds, limit)
+            gains = _best_gains(candidates, num_rounds, num_most)
             best_num, expected = 0, float(num_sampled)
             for num_drafts, (gain, _) in enumerate(gains, start=1):
                 expected += gain
-                per_s = expected / (self._times.seconds(num_tokens + num_drafts) + fixed_s)
+                per_s = expected / (seconds[num_drafts] + fixed_s)
                 if per_s > best:
                     best, best_num = per_s, num_drafts
             if best_num:
@@ -89,26 +91,20 @@ class DraftLengths:
                 for _, index in gains[:best_num]:
                     chosen[index] += 1
         before = [min(candidate.before, candidate.reach) for candidate in candidates]
-        kept = self._per_second(num_tokens, num_sampled, candidates, before, round_s)
-        if sum(before) <= limit and best <= kept * (1 + HYSTERESIS):
-            return before
+        if (num_before := sum(before)) <= num_most:
+            kept_s = seconds[num_before] + max(before, default=0) * round_s
+            kept = (num_sampled + _expected_gain(candidates, before)) / kept_s
+            if best <= kept * (1 + HYSTERESIS):
+                return before
         return chosen
 
-    def _per_second(
-        self,
-        num_tokens: int,
-        num_sampled: int,
-        candidates: Sequence[Candidate],
-        lengths: Sequence[int],
-        round_s: float,
-    ) -> float:
-        gained = sum(
-            candidate.rate**place
-            for candidate, length in zip(candidates, lengths, strict=True)
-            for place in range(1, length + 1)
-        )
-        cost_s = self._times.seconds(num_tokens + sum(lengths))
-        return (num_sampled + gained) / (cost_s + max(lengths, default=0) * round_s)
+
+def _expected_gain(candidates: Sequence[Candidate], lengths: Sequence[int]) -> float:
+    return sum(
+        candidate.rate**place
+        for candidate, length in zip(candidates, lengths, strict=True)
+        for place in range(1, length + 1)
+    )
 
 
 def _best_gains(
@@ -122,4 +118,4 @@ def _best_gains(
         for place in range(1, min(longest, candidate.reach) + 1)
     ]
     gains.sort(reverse=True)
-    return gains[: max(0, limit)]
+    return gains[:limit]

@@ -93,6 +93,9 @@ def test_step_times_are_interpolated_and_go_on() -> None:
     assert times.seconds(8) == 5.0
     assert times.seconds(16) == pytest.approx(9.0)
     assert times.seconds(1024) == pytest.approx(513.0)
+    for first, last in ((1, 700), (5, 5), (511, 513), (600, 640)):
+        expected = [times.seconds(n) for n in range(first, last + 1)]
+        assert times.table(first, last) == pytest.approx(expected)
 
 
 def test_step_times_follow_what_is_seen_and_forgive() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import count
 
 import torch
@@ -60,8 +61,15 @@ def spec_of(
 
 def right_ids(spec: SequenceSpec) -> list[TokenId]:
     """Output ids of a spec by the reference, those it starts with left out."""
-    ids = reference_ids(spec.prompt_ids, spec.params, VOCAB_SIZE, spec.output_ids)
-    return ids[len(spec.output_ids) :]
+    return list(_reference(spec.prompt_ids, spec.params, spec.output_ids)[len(spec.output_ids) :])
+
+
+@cache
+def _reference(
+    prompt_ids: tuple[TokenId, ...], params: SamplingParams, output_ids: tuple[TokenId, ...]
+) -> tuple[TokenId, ...]:
+    """Tests ask for the same answer by many ways."""
+    return tuple(reference_ids(prompt_ids, params, VOCAB_SIZE, output_ids))
 
 
 def prompt_of(seed: int, num_tokens: int) -> tuple[TokenId, ...]:

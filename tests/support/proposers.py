@@ -3,10 +3,9 @@
 import random
 from collections.abc import Callable, Sequence
 
-from support.engines import VOCAB_SIZE
+from support.engines import VOCAB_SIZE, right_ids
 
 from common.types import SequenceId, TokenId
-from engine.oracle import reference_ids
 from engine.sequence import Sequence as EngineSequence
 from engine.speculation.proposer import Ask
 
@@ -41,16 +40,9 @@ class ScriptedProposer:
 
 def truth(sequence: EngineSequence, num_drafts: int) -> list[TokenId]:
     """What the oracle will say next, by its reference."""
-    known = _truths.get(sequence.seq_id)
-    if known is None:
-        spec = sequence.spec
-        known = _truths[sequence.seq_id] = reference_ids(
-            spec.prompt_ids, spec.params, VOCAB_SIZE, spec.output_ids
-        )
-    return known[sequence.num_output : sequence.num_output + num_drafts]
-
-
-_truths: dict[SequenceId, list[TokenId]] = {}
+    spec = sequence.spec
+    start = sequence.num_output - len(spec.output_ids)
+    return right_ids(spec)[start : start + num_drafts]
 
 
 def perfect() -> ScriptedProposer:
