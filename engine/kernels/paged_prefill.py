@@ -63,7 +63,7 @@ def paged_prefill(queries: Tensor, pool: LayerPool, plan: PrefillPlan, output: T
     """Attention of all new tokens of the plan's spans into the same rows of ``output``; both
     ``[n, num_heads, head_size]``. Other rows are left alone."""
     _, num_heads, head_size = queries.shape
-    tuning = prefill_tuning(head_size, queries.element_size())
+    tuning = prefill_tuning(head_size, queries.element_size(), queries.device)
     _prefill[(plan.tiles.shape[0], pool.num_kv_heads)](
         queries, pool.keys, output, plan.spans, plan.tables, plan.tiles,
         head_size**-0.5 * _LOG2E,

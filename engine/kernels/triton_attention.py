@@ -81,7 +81,7 @@ class TritonAttention:
     def _plan_chunks(self, queries: Tensor) -> PrefillPlan:
         _, num_heads, head_size = queries.shape
         group = num_heads // self._cache.layers[0].num_kv_heads
-        block_m = prefill_tuning(head_size, queries.element_size()).block_m
+        block_m = prefill_tuning(head_size, queries.element_size(), queries.device).block_m
         return PrefillPlan.of(
             self._chunks, group, block_m, self._cache.block_size, self._cache.device
         )

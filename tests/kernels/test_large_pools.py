@@ -43,7 +43,7 @@ def test_attention_reads_the_last_blocks(large: Tensor) -> None:
     torch.testing.assert_close(output.float(), expected, rtol=0, atol=2e-3)
 
     queries = random_queries(CONTEXT, 2, HEAD_SIZE, torch.float16)
-    block_m = prefill_tuning(HEAD_SIZE, 2).block_m
+    block_m = prefill_tuning(HEAD_SIZE, 2, queries.device).block_m
     chunk = Span(0, CONTEXT, 0, last)
     plan = PrefillPlan.of([chunk], 2, block_m, BLOCK_SIZE, torch.device("cpu"))
     output = torch.empty(queries.shape, dtype=queries.dtype)

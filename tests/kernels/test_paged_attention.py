@@ -157,7 +157,7 @@ def test_prefill(shape: Shape, num_new: tuple[int, ...], dtype: torch.dtype) -> 
         spans.append(Span(first, new, context - new, table))
         first += new
     queries = random_queries(first, shape.num_heads, shape.head_size, dtype)
-    block_m = prefill_tuning(shape.head_size, queries.element_size()).block_m
+    block_m = prefill_tuning(shape.head_size, queries.element_size(), CPU).block_m
     plan = PrefillPlan.of(spans, shape.group, block_m, shape.block_size, CPU)
     output = torch.full(queries.shape, float("nan"), dtype=dtype)
     paged_prefill(queries, pool.layer, plan, output)

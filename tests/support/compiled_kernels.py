@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -22,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from engine.kernels import activation, blocks, norm, rotary_write, sampling
+from engine.kernels import activation, blocks, norm, rotary_write, sampling, tuning
 from engine.kernels.paged_decode import paged_decode
 from engine.kernels.paged_prefill import PrefillPlan, paged_prefill
 from engine.kernels.span import Span
@@ -157,7 +158,7 @@ def attention_launches(dtype: torch.dtype, head_size: int) -> list[Launch]:
     pool = LayerPool.of(torch.empty((4, 2, 2, 16, 2, head_size), dtype=dtype), 1)
     queries = torch.empty((8, 8, head_size), dtype=dtype)
     tables, contexts = torch.zeros((8, 16), dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
-    block_m = prefill_tuning(head_size, dtype.itemsize).block_m
+    block_m = prefill_tuning(head_size, dtype.itemsize, queries.device).block_m
     plan = PrefillPlan.of([Span(0, 8, 3, [1])], 4, block_m, 16, queries.device)
     return [
         *launches(lambda: paged_decode(queries, pool, tables, contexts, 4)),
@@ -215,8 +216,12 @@ def cases(which: str) -> Iterator[tuple[str, Launch]]:
 def main() -> None:
     """One JSON line a case and capability."""
     which = sys.argv[1]
-    for name, launch in cases(which):
-        for capability in CAPABILITIES if which == "all" or launch.name in PAGED else (90,):
+    for capability in CAPABILITIES:
+        with patch.object(tuning, "capability", return_value=capability):
+            found = list(cases(which))
+        for name, launch in found:
+            if which == "core" and capability < 90 and launch.name not in PAGED:
+                continue
             compiled = compile_for(launch, capability)
             line = {
                 "case": f"{name}-sm{capability}",
