@@ -40,6 +40,7 @@ from common.bus import (
     Message,
 )
 from common.nats_calls import CALL_S, headers_of, mapped, need_size, read_credentials
+from common.nats_client import dispose, flush, reason, within
 from common.nats_permissions import inbox_prefix
 from common.tls import TlsFiles
 
@@ -164,7 +165,7 @@ class NatsBus:
         if self.connected:  # else the next client subscribes it
             try:
                 await mapped(self._client.subscribe(subject, cb=receive))
-                await mapped(_flush(self._client))
+                await mapped(flush(self._client))
             except BusError as error:
                 # The link broke or stands still: it will be there with the next client, or once
                 # the server has read what was sent to it.
@@ -300,13 +301,13 @@ class NatsBus:
                 await self._subscribe_all(client)
             except (OSError, TimeoutError, nats.errors.Error) as error:
                 if not told:
-                    log.warning("cannot connect to NATS, trying on: %s", _reason(error))
+                    log.warning("cannot connect to NATS, trying on: %s", reason(error))
                     told = True
-                await self._dispose(client)
+                await dispose(client)
                 await asyncio.sleep(random.uniform(*_RECONNECT_S))
                 continue
             except asyncio.CancelledError:
-                await self._dispose(client)
+                await dispose(client)
                 raise
             self._client, self._stream, self._puller = client, client.jetstream(), None
             self._connected_since = asyncio.get_running_loop().time()
@@ -320,7 +321,7 @@ class NatsBus:
                 await client.subscribe(subject, cb=receive)
                 num_done += 1
             # In force once the server has answered; meanwhile others may have been added.
-            await _flush(client)
+            await flush(client)
 
     async def _keep_link(self) -> None:
         # A cancellation that meets the end of a connect is lost in asyncio.wait_for.
@@ -331,7 +332,7 @@ class NatsBus:
             self._connected_since = None
             self._link_up.clear()
             log.warning("the link to NATS is down")
-            await self._dispose(self._client)
+            await dispose(self._client)
             await self._open()
             log.warning("the link to NATS is up again")
             for callback in self._reconnect_callbacks:
@@ -341,7 +342,7 @@ class NatsBus:
         kind = type(error).__name__
         self._errors[kind] += 1
         if self._errors[kind] == 1:
-            log.warning("NATS: %s (told once, counted from now on)", _reason(error))
+            log.warning("NATS: %s (told once, counted from now on)", reason(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> None:
         task = asyncio.create_task(work, name=what)
@@ -363,52 +364,13 @@ class NatsBus:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.connected:
-            await self._within(CALL_S / 2, self._client.flush())
-        await self._dispose(self._client)
-
-    async def _dispose(self, client: nats.NATS) -> None:
-        """Ends a client and its socket. nats-py closes at once where anyone (after an -ERR a task
-        that nobody holds) has begun to close, and that waits, perhaps for ever, until the peer
-        has taken what is buffered."""
-        await self._within(CALL_S, client.close())
-        transport = client._transport
-        if transport is None:
-            return
-        for writer in (transport._io_writer, transport._bare_io_writer):
-            if writer is not None:
-                writer.transport.abort()
-        await asyncio.sleep(0)  # the socket is closed in the next turn of the loop
-
-    async def _within(self, seconds: float, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await work
-        except (TimeoutError, nats.errors.Error, OSError) as error:
-            log.warning("NATS did not close in order: %s", type(error).__name__)
+            await within(CALL_S / 2, self._client.flush())
+        await dispose(self._client)
 
     async def _give_back(self, fetching: "asyncio.Task[Msg | None]") -> None:
         msg = await fetching
         if msg is not None and self.connected:
             await msg.nak()
-
-
-def _reason(error: Exception) -> str:
-    """With the setting that is probably wrong, where that can be told."""
-    if "Authorization Violation" in str(error):
-        return "nats_credentials_file: the server does not take its user and password"
-    if isinstance(error, OSError):
-        return f"nats_url: {error}"
-    return str(error) or "no answer"
-
-
-async def _flush(client: nats.NATS) -> None:
-    """Returns once the server has taken all that ``client`` has sent.
-
-    nats-py writes the PING of a flush past the commands that still wait for its flusher; by the
-    first PONG the flusher has run, so that the second PING is behind them.
-    """
-    for _ in range(2):
-        await client.flush(timeout=CALL_S)
 
 
 async def _run(callback: Callable[[], Awaitable[None]]) -> None:
