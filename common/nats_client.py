@@ -1,4 +1,4 @@
-"""What nats-py's client itself needs: a flush that orders, an end that ends, reasons in plain words."""
+"""What nats-py's client itself needs: a flush that orders, an end that ends, plain reasons."""
 
 import asyncio
 import logging
