@@ -127,7 +127,7 @@ class OpenWeights:
 def open_weights(
     entry: ModelEntry, dtype: torch.dtype, device: torch.device
 ) -> Iterator[OpenWeights]:
-    """Raises ModelError where they are not what the config says, at the end where there are more."""
+    """Raises ModelError where they are not what the config says, at the end also for left-overs."""
     config = entry.config
     files = WeightFiles(entry.weight_files, dtype, device)
     embedding = files.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
