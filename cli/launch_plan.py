@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.child import ChildSpec
+from cli.kernel_cache import kernel_cache
 from common.config import (
     DecodeSettings,
     GatewaySettings,
@@ -110,7 +111,7 @@ class LaunchPlan:
         if pool == _BOTH:
             own += ["--local-prefill", LocalPrefill.ALWAYS.value]
         own += self._gpu_share(role)
-        environment = {"OMP_NUM_THREADS": str(num_threads)}
+        environment = {"OMP_NUM_THREADS": str(num_threads), **kernel_cache()}
         return self._spec(role, f"{pool}-{index}", own, environment)
 
     def _gpu_share(self, role: str) -> list[str]:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from cli import model_cache, model_source
+from cli.kernel_cache import fill_kernel_cache
 from cli.output import print_json
 from common.errors import ConfigError, ModelError
 
@@ -38,6 +39,8 @@ def prepare(
         entry = model_cache.prepare_entry(
             source, cache_dir or model_cache.default_cache_dir(), progress
         )
+        progress("compiling", 0, 1)
+        fill_kernel_cache()
     if link is not None:
         _point(link, entry)
     if as_json:

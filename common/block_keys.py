@@ -20,6 +20,14 @@ from common.types import TokenId
 BlockKey = bytes
 
 
+def quantized_fingerprint(fingerprint: str, quantization: str) -> str:
+    """Of a model whose weights are quantised at load: another model, whose KV is not that of the
+    first. ``none`` changes nothing."""
+    if quantization == "none":
+        return fingerprint
+    return hashlib.sha256(f"{fingerprint}:{quantization}".encode()).hexdigest()
+
+
 def root_key(model_fingerprint: str, tenant: str, cache_salt: str) -> BlockKey:
     """Start of the chain. The fields are length-prefixed, so that no two triples run together."""
     digest = hashlib.sha256()

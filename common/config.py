@@ -32,6 +32,7 @@ from common.types import LocalPrefill, Role
 
 PROTOCOL_VERSION = 1
 _DRAFT = "draft="
+Quantization = Literal["none", "int8", "int4"]
 
 
 class ProcessSettings(BaseSettings):
@@ -124,6 +125,7 @@ class GatewaySettings(ProcessSettings):
         20.0, gt=0, description="time for a request's headers, and again for its body, to arrive"
     )
     max_message_bytes: Bytes = Field(4 << 20, ge=1 << 16, description="largest public message")
+    quantization: Quantization = Field("none", description="of the workers' weights")
     max_model_len: int | None = Field(None, ge=1, description="longest prompt + output")
     max_queued_requests: int = Field(1024, ge=1, description="requests waiting for a worker")
     max_queued_tokens: int = Field(1 << 20, ge=1, description="prompt tokens waiting for a worker")
@@ -170,8 +172,11 @@ class WorkerSettings(ProcessSettings):
     port: int = Field(0, ge=0, le=65535, description="internal gRPC port; 0 means free")
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the model runs")
     dtype: Literal["float32", "float16", "bfloat16"] = Field("float32", description="activations")
-    kernels: Literal["auto", "torch", "triton"] = Field(
-        "auto", description="all but matrix products; auto picks triton on cuda"
+    kernels: Literal["auto", "torch", "numba", "triton"] = Field(
+        "auto", description="numba: compiled steps on a CPU; auto picks it or torch, triton on cuda"
+    )
+    quantization: Quantization = Field(
+        "none", description="weights made smaller at load: int8 by row, int4 by 32 (int8 head)"
     )
     transport: Literal["auto", "shm", "tcp", "cuda_ipc", "nccl", "nixl", "gloo"] = Field(
         "auto", description="KV hand-off; auto takes the best that both ends can prove"

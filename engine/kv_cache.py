@@ -64,6 +64,15 @@ class KVCache:
         self._rows = [rows[i * block_size :] for i in range(2 * num_layers)]
         self._runs = [runs[i:] for i in range(2 * num_layers)]
 
+    @property
+    def num_layers(self) -> int:
+        return self._runs_per_block // 2
+
+    @property
+    def address(self) -> int:
+        """Of the pool, for compiled kernels."""
+        return self._storage.data_ptr()
+
     def slots(self, block_ids: Sequence[int], start: int, end: int) -> list[int]:
         """Slots of the positions ``start`` to ``end - 1`` of a sequence with this block table."""
         size, stride = self.block_size, self.rows_per_block

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from common.types import SequenceId, TokenId, TokenLogprobs
 from engine.batch import IN_FLIGHT, Batch, BatchRow, RowResult, sample_requests
-from engine.kernels import kernel_set
 from engine.kernels.span import Span
 from engine.kv_cache import KVCache
 from engine.logprobs import token_logprobs
+from engine.models.choice import choose_kernels, load
 from engine.models.config import read_entry
-from engine.models.llama import LlamaModel, load_model
+from engine.models.model import Model
 from engine.runner import StepHandle
 from engine.sampler import NOT_FINITE, fill
 
@@ -41,14 +41,16 @@ class RunnerConfig:
     dtype: str = "float32"
     device: str = "cpu"
     kernels: str = "auto"
+    quantization: str = "none"
 
 
 def build_runner(config: RunnerConfig, model_dir: Path, storage: Tensor) -> "TorchRunner":
     """Loads a prepared entry; ``storage`` is the KV pool. Raises ModelError, ConfigError."""
     dtype: torch.dtype = getattr(torch, config.dtype)
-    cache = KVCache(storage)
-    kernels = kernel_set(config.kernels, cache)
-    model = load_model(read_entry(model_dir), dtype, torch.device(config.device), kernels)
+    entry, cache = read_entry(model_dir), KVCache(storage)
+    kernels = choose_kernels(config.kernels, entry.config, cache)
+    device = torch.device(config.device)
+    model = load(entry, kernels, dtype, device, config.quantization)
     return TorchRunner(model, cache)
 
 
@@ -63,12 +65,17 @@ class FinishedStep:
 
 
 class TorchRunner:
-    def __init__(self, model: LlamaModel, cache: KVCache) -> None:
+    def __init__(self, model: Model, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
         self._kernels = model.kernels
         # What the last launch sampled: the next may name these tokens as IN_FLIGHT.
         self._in_flight: dict[SequenceId, TokenId] = {}
+
+    @property
+    def kernels_name(self) -> str:
+        """Of the set that computes the steps."""
+        return self._kernels.name
 
     @property
     def vocab_size(self) -> int:

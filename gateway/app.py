@@ -110,7 +110,7 @@ async def run(settings: GatewaySettings) -> int:
     failpoints.arm(settings.failpoints)
     loop = asyncio.get_running_loop()
     token = read_token(settings.token_file, "token_file")
-    tokenizer = load_tokenizer(settings.model, settings.max_model_len)
+    tokenizer = load_tokenizer(settings.model, settings.max_model_len, settings.quantization)
     keys = load_api_keys(settings.api_key_file)
     async with AsyncExitStack() as stack:
         telemetry = Telemetry(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.block_keys import quantized_fingerprint
 from common.errors import ModelError
 from common.types import TokenId
 
@@ -25,15 +26,16 @@ class ModelEntry:
     template_variables: Mapping[str, str]
 
 
-def read_model_entry(directory: Path) -> ModelEntry:
-    """Raises ModelError when ``directory`` is no prepared entry."""
+def read_model_entry(directory: Path, quantization: str = "none") -> ModelEntry:
+    """As workers serve it that quantise it so. Raises ModelError when ``directory`` is no prepared
+    entry."""
     try:
         config = json.loads((directory / "config.json").read_text())
         baton = config["baton"]
         return ModelEntry(
             directory=directory,
             name=str(baton["name"]),
-            fingerprint=str(baton["fingerprint"]),
+            fingerprint=quantized_fingerprint(str(baton["fingerprint"]), quantization),
             vocab_size=int(config["vocab_size"]),
             max_model_len=int(config["max_position_embeddings"]),
             eos_token_ids=tuple(baton["eos_token_ids"]),

@@ -69,9 +69,11 @@ class IdTokenizer:
 class Tokenizer(IdTokenizer):
     """The tokenizer and chat template of one prepared model entry."""
 
-    def __init__(self, directory: Path, max_model_len: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, max_model_len: int | None = None, quantization: str = "none"
+    ) -> None:
         """Raises ModelError when the entry has no usable tokenizer."""
-        entry = read_model_entry(directory)
+        entry = read_model_entry(directory, quantization)
         self.entry = entry
         self._max_model_len = max_model_len or entry.max_model_len
         self._path = directory / "tokenizer.json"
@@ -188,11 +190,13 @@ class Tokenizer(IdTokenizer):
         return self._continuing
 
 
-def load_tokenizer(model: str, max_model_len: int | None = None) -> IdTokenizer:
+def load_tokenizer(
+    model: str, max_model_len: int | None = None, quantization: str = "none"
+) -> IdTokenizer:
     """The tokenizer of what ``--model`` names: a prepared entry, `oracle` or `null`."""
     if model in ID_MODELS:
         return IdTokenizer()
-    return Tokenizer(Path(model), max_model_len)
+    return Tokenizer(Path(model), max_model_len, quantization)
 
 
 def _read_source(path: Path) -> str:

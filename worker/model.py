@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 
+from common.block_keys import quantized_fingerprint
 from common.config import WorkerSettings
 from common.errors import ConfigError
 from common.types import KVLayout, ModelDescription
@@ -47,8 +48,9 @@ def model_facts(settings: WorkerSettings) -> ModelFacts:
     entry = read_entry(Path(settings.model))
     config, own = entry.config, entry.description
     max_model_len = min(own.max_model_len, settings.max_model_len or own.max_model_len)
+    fingerprint = quantized_fingerprint(own.fingerprint, settings.quantization)
     description = ModelDescription(
-        own.name, own.fingerprint, own.vocab_size, max_model_len, own.eos_token_ids
+        own.name, fingerprint, own.vocab_size, max_model_len, own.eos_token_ids
     )
     layout = KVLayout(
         num_layers=config.num_layers,
@@ -56,7 +58,7 @@ def model_facts(settings: WorkerSettings) -> ModelFacts:
         num_kv_heads=config.num_kv_heads,
         head_size=config.head_size,
         dtype=settings.dtype,
-        model_fingerprint=own.fingerprint,
+        model_fingerprint=fingerprint,
         checksum=checksum_on(settings.device),
     )
     return ModelFacts(description, layout, entry)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from common.config import DecodeSettings, WorkerSettings
 from engine.block_pool import BlockPool
 from engine.block_tables import AllocatorKind
@@ -105,6 +107,9 @@ def make_engine(
     speculator = None
     if isinstance(settings, DecodeSettings):
         speculator = make_speculator(settings, model, runner, pool, clock)
+    if isinstance(runner, TorchRunner) and runner.kernels_name == "numba":
+        # Its team has this worker's cores: torch's own threads would spin on them.
+        torch.set_num_threads(1)
     raises_on_fault = settings.on_ledger_fault == "raise"
     guarded = RowGuard(runner, scheduler.async_depth)
     return Engine(guarded, pool, scheduler, clock, raises_on_fault, speculator)
@@ -115,7 +120,9 @@ def _make_runner(
 ) -> tuple[ModelRunner, Callable[[Sequence[int]], None] | None]:
     """The second is told of blocks that become free."""
     if model.entry is not None:
-        config = RunnerConfig(settings.dtype, settings.device, settings.kernels)
+        config = RunnerConfig(
+            settings.dtype, settings.device, settings.kernels, settings.quantization
+        )
         return build_runner(config, model.entry.directory, memory.tensor), None
     if settings.model == "oracle":
         oracle = OracleRunner(memory.tensor, model.description.vocab_size, pace)

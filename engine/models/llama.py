@@ -4,12 +4,15 @@ Llama 2 and 3, Mistral, SmolLM2, Qwen2 (biases on q, k, v) and Qwen3 (q and k no
 Shapes: n new tokens of all rows of a step, one after the other; no batch axis, no padding.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.errors import ConfigError
 from engine.kernels import Attention, Kernels
 from engine.kernels.linear import head, linear
 from engine.kv_cache import KVCache
@@ -109,23 +112,57 @@ class LlamaModel:
         return linear(self.kernels.silu_multiply(gate_up), layer.down, layer.down_bias)
 
 
-def load_model(
-    entry: ModelEntry, dtype: torch.dtype, device: torch.device, kernels: Kernels
-) -> LlamaModel:
-    """Maps the entry's weights. Raises ModelError where they are not what its config says."""
+@dataclass(frozen=True, slots=True)
+class OpenWeights:
+    """An entry's weights as fast as they are read: a layer when it is asked for. ``head`` None: it
+    is the embedding."""
+
+    embedding: Tensor
+    layers: Iterator[LayerWeights]
+    final_norm: Tensor
+    head: Tensor | None
+
+
+@contextmanager
+def open_weights(
+    entry: ModelEntry, dtype: torch.dtype, device: torch.device
+) -> Iterator[OpenWeights]:
+    """Raises ModelError where they are not what the config says, at the end also for left-overs."""
     config = entry.config
     files = WeightFiles(entry.weight_files, dtype, device)
     embedding = files.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-    layers = tuple(_load_layer(files, config, index) for index in range(config.num_layers))
+    layers = (_load_layer(files, config, index) for index in range(config.num_layers))
     final_norm = files.take("model.norm.weight", config.hidden_size)
+    head_weight = None
     if config.tied_head:
         files.ignore("lm_head.weight")
-        head_weight = embedding
     else:
         head_weight = files.take("lm_head.weight", config.vocab_size, config.hidden_size)
+    yield OpenWeights(embedding, layers, final_norm, head_weight)
     files.finish()
-    weights = ModelWeights(embedding, layers, final_norm, head_weight)
-    return LlamaModel(config, weights, kernels)
+
+
+def load_model(
+    entry: ModelEntry,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    quantization: str = "none",
+) -> LlamaModel:
+    """Maps the entry's weights; quantised ones are the fp32 that they stand for. Raises ModelError,
+    and ConfigError where quantising needs what is not installed."""
+    with open_weights(entry, dtype, device) as weights:
+        if quantization != "none":
+            try:
+                from engine.models.dequantized import dequantize
+            except ModuleNotFoundError as error:
+                raise ConfigError("quantization", f"needs {error.name}: see [cpu]") from None
+            weights = dequantize(weights, quantization)
+        head_weight = weights.embedding if weights.head is None else weights.head
+        loaded = ModelWeights(
+            weights.embedding, tuple(weights.layers), weights.final_norm, head_weight
+        )
+    return LlamaModel(entry.config, loaded, kernels)
 
 
 def _load_layer(files: WeightFiles, config: ModelConfig, index: int) -> LayerWeights:

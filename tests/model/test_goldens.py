@@ -29,10 +29,12 @@ NUM_BLOCKS = 600
 class SmolLM2:
     """One engine with the real model; ids by one batched run."""
 
-    def __init__(self, **config: int) -> None:
+    def __init__(self, kernels: str = "auto", quantization: str = "none", **config: int) -> None:
         entry = default_entry()
         storage = make_storage(read_entry(entry).config, NUM_BLOCKS, 16, torch.float32)
-        runner = build_runner(RunnerConfig(), entry, storage)
+        runner = build_runner(
+            RunnerConfig(kernels=kernels, quantization=quantization), entry, storage
+        )
         pool = BlockPool(NUM_BLOCKS, 16, "smollm2", PrefixCache(NUM_BLOCKS))
         self.engine = Engine(runner, pool, SchedulerConfig(**config))  # type: ignore[arg-type]
         self._ids = count(1)
@@ -81,8 +83,14 @@ def test_goldens_are_of_this_model() -> None:
     assert max(len(golden["prompt_ids"]) for golden in content["goldens"]) >= 1500
 
 
-def test_quick_goldens_at_once_in_small_chunks() -> None:
-    SmolLM2(max_num_batched_tokens=24).compare(load_goldens(QUICK))
+@pytest.mark.parametrize("kernels", ["numba", "torch"])
+def test_quick_goldens_at_once_in_small_chunks(kernels: str) -> None:
+    SmolLM2(kernels, max_num_batched_tokens=24).compare(load_goldens(QUICK))
+
+
+def test_int4_loses_nothing_of_a_q4_1_file() -> None:
+    """Its levels, and those of its Q8_0 embedding, are found again in the dequantised weights."""
+    SmolLM2("numba", "int4", max_num_batched_tokens=64).compare(load_goldens(QUICK))
 
 
 @pytest.mark.full
