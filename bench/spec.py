@@ -34,6 +34,8 @@ from common.config import DecodeSettings, load
 from common.types import SamplingParams, SequenceId, SequenceOutput, SequenceSpec, StepRecord
 from engine.block_pool import BlockPool
 from engine.engine import Engine
+from engine.kernels import kernel_set
+from engine.kernels.span import Span
 from engine.kv_cache import KVCache
 from engine.model_runner import TorchRunner
 from engine.models.config import read_entry
@@ -73,7 +75,8 @@ class Bench:
     def __init__(self) -> None:
         self.entry = prepare_entry(find_source(DEFAULT_MODEL), default_cache_dir(), lambda *_: None)
         self.facts: ModelFacts = model_facts(load(DecodeSettings, {"model": str(self.entry)}))
-        model = load_model(read_entry(self.entry), torch.float32, torch.device("cpu"))
+        cpu, kernels = torch.device("cpu"), kernel_set("auto")
+        model = load_model(read_entry(self.entry), torch.float32, cpu, kernels)
         self.model = model
         storage = torch.zeros(NUM_BLOCKS, *self.facts.layout.block_shape)
         self.runner = TorchRunner(model, KVCache(storage))
@@ -294,9 +297,6 @@ def same_choice(p: torch.Tensor, q: torch.Tensor) -> float:
 
 
 def distributions(bench: Bench, token_ids: Sequence[int], num_layers: int) -> torch.Tensor:
-    from engine.kernels import attention_kernel
-    from engine.kernels.span import Span
-
     layers = bench.facts.layout.num_layers
     model = bench.model if num_layers >= layers else bench.model.first_layers(num_layers)
     cache = KVCache(torch.zeros(64, *bench.facts.layout.block_shape))
@@ -308,7 +308,7 @@ def distributions(bench: Bench, token_ids: Sequence[int], num_layers: int) -> to
             torch.arange(n),
             torch.tensor(cache.slots(block_ids, 0, n)),
             cache,
-            attention_kernel("torch")(cache, [Span(0, n, 0, block_ids)]),
+            model.kernels.attention(cache, [Span(0, n, 0, block_ids)]),
         )
         return model.logits(hidden).softmax(-1)
 
