@@ -14,10 +14,8 @@ PAGED = {"_decode_split", "_prefill"}
 NARROW = {"_best_of_row"}
 
 
-@pytest.mark.parametrize(
-    "which",
-    ["core", pytest.param("all", marks=[pytest.mark.full, pytest.mark.timeout(900)])],
-)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("which", ["core", pytest.param("all", marks=pytest.mark.full)])
 def test_what_is_compiled(which: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     command = [sys.executable, "-m", "support.compiled_kernels", which]
