@@ -11,6 +11,7 @@
 #
 # KEEP_BUILD=1   leaves the images, and the wheels in out/try, for the next time
 # KEEP_UP=1      leaves all of it, for the next steps; the step `build` comes first
+# START_S=60     the longest start to be accepted, instead of 30 s: for a machine that is busy
 # PIP_OPTIONS    of pip in the build, as --index-url; default: wheels that the pip of this machine
 #                collects, so that the build itself needs no network
 set -euo pipefail
@@ -179,7 +180,7 @@ bring_up() {
   first_token
   local took; took=$(since "$start")
   echo "from up to the first token: $took s"
-  [ "${took%.*}" -lt 30 ] || fail "more than 30 s"
+  [ "${took%.*}" -lt "${START_S:-30}" ] || fail "more than ${START_S:-30} s"
   until_ready 1 1
 }
 
@@ -239,16 +240,16 @@ PYTHON
 
 scalings() {
   say "scaling up and down under load, twice"
-  start_load 4
+  start_load 2
   local pools
-  for pools in "2 2" "1 1" "3 2" "1 1"; do
-    sleep 4
+  for pools in "2 2" "1 1" "2 2" "1 1"; do
+    sleep 3
     local start; start=$(now)
     # shellcheck disable=SC2086
     scale $pools; until_ready $pools 150
     echo "after $(since "$start") s"
   done
-  sleep 4
+  sleep 3
   end_load
   [ "$failed" = 0 ] || fail "$failed requests failed"
   baton status --address 127.0.0.1:50051
@@ -268,7 +269,7 @@ kills() {
   until_ready 2 2 >/dev/null
   local role
   for role in prefill decode nats gateway; do
-    start_load 3
+    start_load 2
     sleep 3
     kill_one "$role"
     local start; start=$(now)

@@ -12,7 +12,7 @@ from collections import Counter
 from itertools import count
 from pathlib import Path
 
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 300.0
 # Long enough for a hand-off: a decode worker computes short prompts itself.
 _TEXT = "The keeper of the lighthouse counted the ships that passed on their way to the north. "
 
@@ -53,7 +53,7 @@ class Load:
     def _ask(self, number: int) -> str:
         """What was wrong with the answer; nothing for a whole one."""
         body = {
-            "prompt": f"Night {number} of {number * 7}. " + _TEXT * 5,
+            "prompt": f"Night {number} of {number * 7}. " + _TEXT * 4,
             "max_tokens": self._max_tokens,
             "temperature": 0,
             "ignore_eos": True,
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("stop_file", type=Path)
     parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--max-tokens", type=int, default=16)
     given = parser.parse_args()
     load = Load(given.port, given.threads, given.max_tokens, given.stop_file)
     load.run()

@@ -189,7 +189,7 @@ async def _follow_readiness(gateway: Gateway, health: rpc.Health) -> None:
     while True:
         if (reason := gateway.not_ready_because) != told:
             told = reason
-            log.info("not ready: %s", reason) if reason else log.info("ready")
+            log.info("%s", f"not ready: {reason}" if reason else "ready")
             await health.set_ready(not reason)
         await asyncio.sleep(_READY_POLL_S)
 
