@@ -71,7 +71,8 @@ class KVCache:
     @property
     def address(self) -> int:
         """Of the pool, for compiled kernels."""
-        return self.storage.data_ptr()
+        address: int = self.storage.data_ptr()
+        return address
 
     def slots(self, block_ids: Sequence[int], start: int, end: int) -> list[int]:
         """Slots of the positions ``start`` to ``end - 1`` of a sequence with this block table."""
