@@ -15,6 +15,7 @@ import random
 from itertools import count
 from pathlib import Path
 
+from faults.figures import GOALS
 from faults.history import watch
 from faults.stage import Stage
 from faults.zygote import Zygote, zygote
@@ -23,7 +24,7 @@ from support.oracle_requests import make_cases
 
 from common.client import BatonClient
 
-GOAL = 200
+GOAL = GOALS["decode_kills"][1]
 KILL_BY_S = 1.2
 # Longer than a process may be silent before it is taken for dead.
 DEAD_S = 4.0
