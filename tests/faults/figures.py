@@ -21,6 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _MAX_EXAMPLES = 20
+# What each phase counts, and how many of it are to be published.
+GOALS = {
+    "decode_kills": ("kills", 200),
+    "prefill_kills": ("kills", 200),
+    "cancels": ("cancels", 10_000),
+    "flips": ("flips", 240),
+    "nats": ("kills", 10),
+    "rolling": ("rounds", 3),
+    "overload": ("rounds", 3),
+    "chaos": ("periods", 60),
+}
+# Anything but zero in one of these is a fault.
+FAULTS = ("wrong", "leaked", "lost", "undetected", "false_alarms")
 
 
 @dataclass

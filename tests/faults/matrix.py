@@ -6,7 +6,7 @@ markers, and the figures, from docs/soak.json.
 
 import ast
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,13 +61,20 @@ def _short(test: str) -> str:
 def figures_table() -> str:
     """One line a phase of the soak that has run."""
     phases = store.load(FIGURES)
-    lines = ["| phase | counts | seconds | seeds |", "|---|---|---|---|"]
+    names = [name.replace("_", " ") for name in store.FAULTS]
+    lines = [
+        f"| phase | done, of | requests | tokens | {' | '.join(names)} | and | seeds |",
+        f"|{'---|' * (len(names) + 6)}",
+    ]
     for name, figures in phases.items():
-        counts = [f"{key} {value:,}" for key, value in sorted(figures.counts.items())]
+        counts = figures.counts
+        what, goal = store.GOALS[name]
+        faults = " | ".join(f"{counts[fault]:,}" for fault in store.FAULTS)
+        seeds = ", ".join(str(piece["seed"]) for piece in figures.slices)
         lines.append(
-            f"| {name.replace('_', ' ')} | {', '.join(counts)} "
-            f"| {sum(int(piece['seconds']) for piece in figures.slices)} "
-            f"| {', '.join(str(piece['seed']) for piece in figures.slices)} |"
+            f"| {name.replace('_', ' ')} | {counts[what]:,} of {goal:,} {what} "
+            f"| {counts['requests']:,} | {counts['tokens']:,} | {faults} "
+            f"| {_others(counts, what)} | {seeds} |"
         )
     lines += ["", "| measured | values | p50 | p95 | p99 | largest |", "|---|---|---|---|---|---|"]
     for name, figures in phases.items():
@@ -90,6 +97,13 @@ def rendered(page: str) -> str:
         after = rest.split(end)[1]
         page = f"{before}{begin}\n{text}\n{end}{after}"
     return page
+
+
+def _others(counts: Counter[str], what: str) -> str:
+    places = [name for name in counts if name.startswith("kills at ")]
+    shown = {"requests", "tokens", what, *store.FAULTS, *places}
+    others = [f"{name} {count:,}" for name, count in sorted(counts.items()) if name not in shown]
+    return ", ".join([*([f"at {len(places)} places"] if places else []), *others])
 
 
 if __name__ == "__main__":

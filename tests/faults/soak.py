@@ -40,8 +40,6 @@ PHASES: dict[str, Phase] = {
     "overload": soak_overload.overload,
     "chaos": soak_chaos.chaos,
 }
-# Anything but zero in one of these is a fault.
-FAULTS = ("wrong", "leaked", "lost", "undetected", "false_alarms")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,7 +80,7 @@ async def _run(name: str, seed: int, seconds: float, path: Path) -> bool:
         print(f"  {sample}: {len(values)} values, {', '.join(marks)}, largest {max(values):.3f}")
     for example in figures.examples:
         print(f"  WRONG: {example}")
-    return not any(figures.counts[fault] for fault in FAULTS)
+    return not any(figures.counts[fault] for fault in store.FAULTS)
 
 
 def _slice(seed: int, spent_s: float) -> dict[str, str | int | float]:

@@ -9,6 +9,7 @@ import random
 from contextlib import suppress
 
 import psutil
+from faults.figures import GOALS
 from faults.history import watch
 from faults.soak_kills import until_clean
 from faults.stage import Stage
@@ -19,7 +20,7 @@ from common.client import BatonClient
 from common.errors import BatonError
 from common.failpoints import FAILPOINTS
 
-GOAL = 10_000
+GOAL = GOALS["cancels"][1]
 AT_ONCE = 32
 BATCH = 500
 # How late the latest cancel comes; a request that nobody cancels takes about as long.

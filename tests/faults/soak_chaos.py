@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import psutil
+from faults.figures import GOALS
 from faults.load import Load
 from faults.soak_kills import until_clean
 from faults.stage import Stage
@@ -22,7 +23,7 @@ from support.cluster import Cluster, Process, baton_up
 
 from common.failpoints import OBEYED
 
-GOAL = 60
+GOAL = GOALS["chaos"][1]
 PERIOD_S = 10.0
 FLAGS = ["--num-blocks", "128", "--step-delay-ms", "2", "--lease-s", "3", "--chaos"]
 Fault = Callable[[Cluster, random.Random], Awaitable[None]]

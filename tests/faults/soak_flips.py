@@ -4,6 +4,7 @@ Each flip must be found before the block is used: the answer is right, and the d
 a lost KV. As many transfers without a flip must raise no alarm.
 """
 
+from faults.figures import GOALS
 from faults.history import watch
 from faults.soak_kills import until_clean
 from faults.stage import Stage
@@ -12,7 +13,7 @@ from support.oracle_requests import make_cases
 
 from common.client import BatonClient
 
-GOAL = 240
+GOAL = GOALS["flips"][1]
 FLAGS = ["--num-blocks", "512", "--step-delay-ms", "0", "--lease-s", "3", "--allow-failpoints"]
 PLACES = ("transfer.corrupt_block", "transfer.corrupt_checksum")
 

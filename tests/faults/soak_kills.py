@@ -1,7 +1,7 @@
 """Workers killed at random points, hundreds of them, under load.
 
 1. `baton up` gives a gateway and one worker of each role, which survive. Victims join beside them,
-   started ahead in the background; each is killed once.
+   forked ahead in the background (faults/zygote.py); each is killed once.
 2. A round picks its victims and where they die: at a random hit of a random failpoint, or from
    outside after a random time. Then the load starts.
 3. Who is still alive after `KILL_BY_S` is killed from outside. All victims of a round die before
@@ -11,21 +11,23 @@
 """
 
 import asyncio
-import os
 import random
-from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 
+from faults.figures import GOALS
 from faults.history import watch
 from faults.stage import Stage
+from faults.zygote import Zygote, zygote
 from support.cluster import Cluster, Process, baton_up
 from support.oracle_requests import make_cases
 
 from common.client import BatonClient
 
-GOAL = 200
+GOAL = GOALS["decode_kills"][1]
 KILL_BY_S = 1.2
+# Longer than a process may be silent before it is taken for dead.
+DEAD_S = 4.0
 NUM_REQUESTS = 16
 FLAGS = ["--num-blocks", "128", "--step-delay-ms", "2", "--lease-s", "3", "--allow-failpoints"]
 
@@ -42,30 +44,21 @@ DECODE_POINTS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Victim:
-    process: Process
-    stack: AsyncExitStack
-
-    @property
-    def is_dead(self) -> bool:
-        """It is a child of ours that nobody has waited for."""
-        try:
-            with open(f"/proc/{self.process.pid}/stat") as stat:
-                return stat.read().rpartition(")")[2].split()[0] == "Z"
-        except FileNotFoundError:
-            return True
+def is_dead(process: Process) -> bool:
+    """It is a zombie: its parent waits for nobody."""
+    stat = Path(f"/proc/{process.pid}/stat").read_text()
+    return stat.rpartition(")")[2].split()[0] == "Z"
 
 
 class Victims:
     """Workers of one role, always some ready ahead."""
 
-    def __init__(self, cluster: Cluster, role: str, num_ahead: int) -> None:
-        self._cluster, self._role = cluster, role
-        self._ready: asyncio.Queue[Victim] = asyncio.Queue(num_ahead)
+    def __init__(self, source: Zygote, num_ahead: int) -> None:
+        self._source = source
+        self._ready: asyncio.Queue[Process] = asyncio.Queue(num_ahead)
         self._task = asyncio.create_task(self._start_more())
 
-    async def get(self) -> Victim:
+    async def get(self) -> Process:
         getter = asyncio.ensure_future(self._ready.get())
         await asyncio.wait((getter, self._task), return_when=asyncio.FIRST_COMPLETED)
         if not getter.done():
@@ -75,18 +68,12 @@ class Victims:
 
     async def _start_more(self) -> None:
         while True:
-            stack = AsyncExitStack()
             # Most room, so that work goes there.
-            process = await stack.enter_async_context(
-                self._cluster.another(self._role, "--num-blocks", "512")
-            )
-            await self._ready.put(Victim(process, stack))
+            await self._ready.put(await self._source.spawn("--num-blocks", "512"))
 
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        while not self._ready.empty():
-            await self._ready.get_nowait().stack.aclose()
 
 
 async def decode_kills(stage: Stage) -> None:
@@ -99,15 +86,22 @@ async def prefill_kills(stage: Stage) -> None:
 
 async def _kills(stage: Stage, role: str, points: dict[str, int], num_at_once: int) -> None:
     async with baton_up(stage.folder, flags=FLAGS) as cluster, BatonClient(cluster.grpc) as client:
-        victims = Victims(cluster, role, num_at_once)
-        try:
-            for number in count():
-                if not stage.goes_on("kills", GOAL):
-                    break
-                chosen = [await victims.get() for _ in range(num_at_once)]
-                await _round(stage, cluster, client, chosen, points, number)
-        finally:
-            await victims.close()
+        async with zygote(cluster, role) as source:
+            victims = Victims(source, num_at_once)
+            try:
+                for number in count():
+                    if not stage.goes_on("kills", GOAL):
+                        break
+                    chosen = [await victims.get() for _ in range(num_at_once)]
+                    await _round(stage, cluster, client, chosen, points, number)
+                    for victim in chosen:
+                        source.sweep(victim)
+            finally:
+                await victims.close()
+        await asyncio.sleep(DEAD_S)
+        for pool_file in cluster.pool_dir.glob("*"):
+            if not any(worker.id in pool_file.name for worker in cluster.workers):
+                pool_file.unlink()
         await until_clean(stage, cluster)
 
 
@@ -115,7 +109,7 @@ async def _round(
     stage: Stage,
     cluster: Cluster,
     client: BatonClient,
-    victims: list[Victim],
+    victims: list[Process],
     points: dict[str, int],
     number: int,
 ) -> None:
@@ -130,28 +124,27 @@ async def _round(
         stage.figures.counts["kills"] += 1
         stage.figures.counts[f"kills at {place}"] += 1
     stage.judge(histories, f"round {number}, killed at {', '.join(places)}")
-    for victim in victims:
-        await victim.stack.aclose()
 
 
-async def _arm(cluster: Cluster, victim: Victim, points: dict[str, int], rng: random.Random) -> str:
+async def _arm(
+    cluster: Cluster, victim: Process, points: dict[str, int], rng: random.Random
+) -> str:
     """Where it is to die: a failpoint, or "any moment"."""
     place = rng.choice([*points, "any moment"])
     if place != "any moment":
-        await cluster.arm(victim.process, f"{place}=kill@{rng.randint(1, points[place])}")
+        await cluster.arm(victim, f"{place}=kill@{rng.randint(1, points[place])}")
     return place
 
 
-async def _kill(victim: Victim, place: str, rng: random.Random) -> str:
+async def _kill(victim: Process, place: str, rng: random.Random) -> str:
     """Returns where it died."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + (rng.uniform(0.0, KILL_BY_S) if place == "any moment" else KILL_BY_S)
     while loop.time() < end_s:
-        if victim.is_dead:
+        if is_dead(victim):
             return place
         await asyncio.sleep(0.01)
-    with suppress(ProcessLookupError):
-        os.kill(victim.process.pid, 9)
+    victim.kill()
     return "any moment"
 
 

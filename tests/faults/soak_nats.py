@@ -7,12 +7,13 @@ import asyncio
 import shutil
 import signal
 
+from faults.figures import GOALS
 from faults.load import Load
 from faults.soak_kills import until_clean
 from faults.stage import Stage
 from support.cluster import Cluster, baton_up
 
-GOAL_KILLS, GOAL_FREEZES = 10, 3
+GOAL_KILLS, GOAL_FREEZES = GOALS["nats"][1], 3
 FROZEN_S = 10.0
 FLAGS = ["--num-blocks", "256", "--step-delay-ms", "4", "--lease-s", "3"]
 

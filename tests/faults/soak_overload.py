@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 
 import psutil
+from faults.figures import GOALS
 from faults.history import History, watch
 from faults.load import Load
 from faults.soak_kills import until_clean
@@ -18,7 +19,7 @@ from support.oracle_requests import make_cases
 from common.client import BatonClient
 from common.errors import Overloaded
 
-GOAL = 3
+GOAL = GOALS["overload"][1]
 SECONDS = 10.0
 NUM_QUEUED = 16
 FLAGS = ["--num-blocks", "128", "--max-num-seqs", "4", "--step-delay-ms", "10", "--lease-s", "3",

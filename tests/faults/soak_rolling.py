@@ -5,12 +5,13 @@ Two gateways; a client that one of them refuses before the first token asks the 
 
 import signal
 
+from faults.figures import GOALS
 from faults.load import Load
 from faults.soak_kills import until_clean
 from faults.stage import Stage
 from support.cluster import Cluster, Process, baton_up
 
-GOAL = 3
+GOAL = GOALS["rolling"][1]
 FLAGS = ["--num-blocks", "256", "--step-delay-ms", "2", "--lease-s", "3", "--gateways", "2",
          "--drain-budget-s", "10"]  # fmt: skip
 

@@ -141,6 +141,11 @@ class Cluster:
         for gateway in self.of_role("gateway"):
             await self._until_known(gateway, lambda: {worker.id for worker in self.workers})
 
+    async def until_known(self, worker_id: str) -> None:
+        """Until all gateways have this worker."""
+        for gateway in self.of_role("gateway"):
+            await self._until_known(gateway, lambda: {worker_id})
+
     async def _until_known(self, gateway: Process, worker_ids: Callable[[], set[str]]) -> None:
         """Until the gateway has these workers (asked anew each time, since some may be on their way
         out), and a stream to every decode worker that it has."""
@@ -174,8 +179,8 @@ class Cluster:
             async with asyncio.timeout(START_S):
                 ready = json.loads(await process.stdout.readline())
             del ready["ready"]
-            for gateway in self.of_role("gateway") if joins else ():
-                await self._until_known(gateway, lambda: {ready["id"]})
+            if joins:
+                await self.until_known(ready["id"])
             yield Process(**ready)
         finally:
             with suppress(ProcessLookupError):
