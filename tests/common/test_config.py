@@ -68,7 +68,7 @@ def test_misspelt_variables_are_refused_and_those_of_others_are_not(
     [
         ({"num_blocks": "x"}, "num_blocks: must be a whole number, not 'x'"),
         ({"block_size": "0"}, "block_size: must be at least 1, not '0'"),
-        ({"kernels": "cublas"}, "kernels: must be 'auto', 'torch' or 'triton', not"),
+        ({"kernels": "cublas"}, "kernels: must be 'auto', 'torch', 'numba' or 'triton', not"),
         ({"device": "cpu", "kernels": "triton"}, "kernels: triton needs device cuda"),
         ({"device": "tpu"}, "device: must be 'cpu' or 'cuda', not 'tpu'"),
         ({"gpu_memory_utilization": "1.5"}, "gpu_memory_utilization: must be at most 1"),

@@ -250,3 +250,19 @@ def test_quantised_weights_are_another_model(tmp_path: Path) -> None:
         assert gateway.fingerprint == facts.description.fingerprint
         found.add(gateway.fingerprint)
     assert len(found) == len(FORMATS) and "f" * 64 in found
+
+
+def test_first_layers_are_those_of_the_whole_model() -> None:
+    """What `self:N` drafts with: the same weights, the same pool, fewer layers."""
+    both = make(LLAMA, "int8")
+    first = Both(
+        both.compiled.first_layers(1),
+        both.plain.first_layers(1),
+        both.compiled_cache,
+        both.plain_cache,
+    )
+    prompt = [(ids(19), 0, [3, 5])]
+    assert_close(*both.logits(prompt))
+    one, other = first.logits([([4], 19, [3, 5])])
+    assert_close(one, other)
+    assert (one - both.logits([([4], 19, [3, 5])])[0]).abs().max() > 0.1
