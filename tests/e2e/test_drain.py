@@ -168,7 +168,7 @@ async def baton(cluster: Cluster, *arguments: str) -> tuple[int, str, str]:
 async def test_what_does_not_finish_is_handed_over(cluster: Cluster) -> None:
     """A drain budget much shorter than the requests: they go on elsewhere, none is lost."""
     async with cluster.another("decode", "--drain-budget-s", "1", *SLOW) as worker:
-        async with long_requests_on(cluster, worker) as answers:
+        async with long_requests_on(cluster, worker, 9) as answers:
             worker.kill(signal.SIGTERM)
             await gone_or_zombie(worker, 4)
         assert any(answer.attempts > 1 for answer in answers)
@@ -177,7 +177,10 @@ async def test_what_does_not_finish_is_handed_over(cluster: Cluster) -> None:
 
 @pytest.mark.fault("F24")
 async def test_a_second_signal_ends_a_worker_at_once(cluster: Cluster) -> None:
-    async with cluster.another("decode", *SLOW) as worker, long_requests_on(cluster, worker):
+    async with (
+        cluster.another("decode", *SLOW) as worker,
+        long_requests_on(cluster, worker, 10),
+    ):
         worker.kill(signal.SIGTERM)
         await asyncio.sleep(0.5)
         assert psutil.Process(worker.pid).status() != psutil.STATUS_ZOMBIE
@@ -198,9 +201,12 @@ async def gone_or_zombie(worker: Process, timeout_s: float) -> None:
 
 
 @asynccontextmanager
-async def long_requests_on(cluster: Cluster, worker: Process) -> AsyncIterator[list[Answer]]:
-    """Long requests, some of them running on ``worker``. On leaving all have ended right."""
-    cases = make_cases(9, 6, prompt_tokens=(20, 60), max_tokens=(500, 500))
+async def long_requests_on(
+    cluster: Cluster, worker: Process, seed: int
+) -> AsyncIterator[list[Answer]]:
+    """Long requests, some of them running on ``worker``. On leaving all have ended right. Each
+    call has a seed of its own: the same ones would go to whoever has them cached."""
+    cases = make_cases(seed, 6, prompt_tokens=(20, 60), max_tokens=(500, 500))
     answers: list[Answer] = []
 
     async def run(client: BatonClient, case: Case) -> None:

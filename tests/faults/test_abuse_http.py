@@ -138,7 +138,7 @@ async def test_bytes_that_are_no_request(guarded: Cluster) -> None:
         answers = await asyncio.gather(*(_answer(guarded, data) for data in RAW.values()))
     for name, answer in zip(RAW, answers, strict=True):
         assert not answer or answer.startswith(b"HTTP/1.1 4"), f"{name}: {answer[:200]!r}"
-        said = re.sub(rb'"type": "\w+"', b"", answer).decode("latin-1")
+        said = re.sub(rb'"type": ?"\w+"', b"", answer).decode("latin-1")
         assert not INTERNAL.search(said), f"{name}: {said}"
 
 
