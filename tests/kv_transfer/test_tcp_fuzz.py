@@ -151,7 +151,8 @@ async def frames_open_no_more_than_the_claim(folder: Path, num: int, seed: int =
         assert time.monotonic() - start < num * LIMIT_S
         assert num_strangers > num // 2
         assert rig.exports.statistics().num_strangers == num_strangers
-        assert len(os.listdir("/proc/self/fd")) == num_files
+        # Fewer: what tests before this one left behind was collected meanwhile.
+        assert len(os.listdir("/proc/self/fd")) <= num_files
         await rig.imports.fetch(await rig.offer([1]), moves({0: 2}))
         assert (rig.importer_pool.rows[2] == rows[1]).all()
         rig.require_untouched(except_ids=[2])
