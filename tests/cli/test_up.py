@@ -62,7 +62,8 @@ def start(directory: Path, *arguments: str) -> Up:
             [
                 *(sys.executable, "-m", "cli.main", "up", "--json", "--model", "oracle"),
                 *("--grpc-port", "0", "--http-port", "0", "--num-blocks", "64"),
-                *("--pool-dir", str(directory)),
+                # A prompt that was asked before would stay on the decode worker that has it.
+                *("--pool-dir", str(directory), "--local-prefill", "never"),
                 *arguments,
             ],
             stdout=subprocess.PIPE,
