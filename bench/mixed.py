@@ -45,7 +45,7 @@ SETUPS = {
 ENDLESS = 6000
 SETTLE_S = 0.5
 SHORT, LONG = (64, 32), (1024, 32)
-TARGETS = Targets(ttft_s=3.0, tpot_s=0.15)
+TARGETS = Targets(ttft_s=3.0, tpot_s=0.06)
 SHARE_INSIDE = 0.9
 
 
@@ -352,7 +352,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024, help="stalls: tokens of a long prompt")
     parser.add_argument("--rate", type=float, default=0.18, help="stalls: long prompts a second")
     parser.add_argument("--duration", type=float, default=50, help="stalls: seconds a set-up")
-    parser.add_argument("--rates", default="0.25,0.5,0.75,1", help="goodput: requests a second")
+    parser.add_argument("--rates", default="0.5,0.75,1,1.25,1.5", help="goodput: requests a second")
     parser.add_argument("--seconds", type=float, default=20, help="goodput: at each rate")
     parser.add_argument("--goodput-prompt", type=int, default=256, help="mean tokens")
     parser.add_argument("--goodput-output", type=int, default=32, help="mean tokens")

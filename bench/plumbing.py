@@ -98,6 +98,15 @@ class Deployment:
         """CPU seconds since its start of every process, by role."""
         return Counter({name: _cpu_s(process) for name, process in self.processes.items()})
 
+    def busiest_thread_s(self) -> Counter[str]:
+        """CPU seconds since its start of the one thread of each process that has the most."""
+        return Counter(
+            {
+                name: max(thread.user_time + thread.system_time for thread in process.threads())
+                for name, process in self.processes.items()
+            }
+        )
+
     def step_ends(self) -> list[float]:
         """When the decode worker's latest steps ended, CLOCK_MONOTONIC."""
         (admin,) = [entry["admin"] for entry in self._state.processes if entry["role"] == "decode"]

@@ -92,7 +92,9 @@ class TorchRunner:
         live: list[LiveRow] = []
         first, vocab_size = 0, self.vocab_size
         for row, result in zip(batch.rows, results, strict=True):
-            token_ids = self._resolve(row)
+            token_ids = row.token_ids
+            if token_ids[0] == IN_FLIGHT:
+                token_ids = self._resolved(row)
             if not are_ids(token_ids, vocab_size):
                 # Also where the step before failed, so that nothing was in flight.
                 result.error = "a token id is out of the vocabulary"
@@ -115,10 +117,8 @@ class TorchRunner:
     def copy_block(self, source: int, target: int) -> None:
         self._cache.copy_block(source, target)
 
-    def _resolve(self, row: BatchRow) -> Sequence[TokenId]:
-        """The row's ids with one IN_FLIGHT filled in, if its token came to be."""
-        if row.token_ids[0] != IN_FLIGHT:
-            return row.token_ids
+    def _resolved(self, row: BatchRow) -> Sequence[TokenId]:
+        """The row's ids with IN_FLIGHT filled in, if its token came to be."""
         return [self._in_flight.get(row.seq_id, IN_FLIGHT), *row.token_ids[1:]]
 
     def _forward(self, live: Sequence["LiveRow"]) -> Tensor:

@@ -10,6 +10,7 @@ from common.histogram import BATCH, ITERATION_TOKENS, STEP_S, Histogram
 from common.metrics import Exposition
 from common.types import KVLayout, StepRecord
 from engine.flops import Cost, ModelCosts, decode_cost, prefill_cost
+from engine.kernels import fallbacks
 from engine.statistics import EngineStatistics
 from worker.report import WorkerFacts, WorkerState
 
@@ -40,6 +41,12 @@ def worker_exposition(
     """The part that is the same for both roles."""
     out = Exposition(facts.model.name, facts.identity.role.value)
     out.gauge("baton_worker_ready", "1 while it takes work", float(state is WorkerState.READY))
+    out.counters(
+        "baton_kernel_fallbacks",
+        "models served with plain torch because these kernels cannot",
+        ("wanted",),
+        {"triton": fallbacks["triton"], "numba": fallbacks["numba"]},
+    )
     _add_engine(out, engine, facts.layout)
     _add_steps(out, engine, meter)
     return out

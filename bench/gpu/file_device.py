@@ -1,7 +1,7 @@
-"""A GPU that is none: device memory is an mmap'd file, an IPC handle its name.
+"""A GPU that is none: device memory is an mmap'd file, an IPC handle its name, NCCL is gloo.
 
-Stands behind the real cuda_ipc transport (`kv_transfer.cuda.device.Device`) on a machine without a
-GPU, so that two processes run the same code; blocks are copied by the interpreted kernel.
+Stands behind the real cuda_ipc and nccl transports (`kv_transfer.cuda.device.Device`) on a machine
+without GPUs, so that two processes run the same code; cuda_ipc's copies are the interpreted kernel.
 """
 
 import mmap
@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.errors import PeerLost
 from engine.kernels.blocks import copy_blocks
+from kv_transfer.dist.group import GlooGroup, PairGroup
 
 _HANDLE_BYTES = 64
 
 
 class FileDevice:
-    def __init__(self, folder: Path) -> None:
-        self.uuid = "FILE-0"
+    def __init__(self, folder: Path, uuid: str = "FILE-0") -> None:
+        self.uuid = uuid
         self.index = 0
         self._folder = folder
         self._names: dict[int, str] = {}
@@ -50,7 +52,10 @@ class FileDevice:
         return uuid == self.uuid
 
     def open(self, uuid: str, handle: bytes, num_blocks: int, block_bytes: int) -> Tensor:
-        return self._map(handle.decode().strip(), num_blocks, block_bytes)
+        try:
+            return self._map(handle.decode().strip(), num_blocks, block_bytes)
+        except (OSError, ValueError):
+            raise PeerLost("the handle of a peer's pool opens nothing") from None
 
     def close(self, rows: Tensor) -> None:
         """The mapping ends with its last view."""
@@ -60,8 +65,8 @@ class FileDevice:
     ) -> None:
         copy_blocks(source, torch.tensor(source_ids), target, torch.tensor(target_ids))
 
-    def make_group(self, store: Any, rank: int) -> Any:
-        raise RuntimeError("NCCL needs a GPU")
+    def make_group(self, store: Any, rank: int) -> PairGroup:
+        return GlooGroup(store, rank, "127.0.0.1")
 
     def _map(self, name: str, num_blocks: int, block_bytes: int) -> Tensor:
         fd = os.open(self._folder / name, os.O_RDWR)

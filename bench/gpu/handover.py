@@ -13,25 +13,20 @@ The life of a run; control is JSON over a pipe, KV goes by the transport alone::
 On a machine without a GPU a tiny model runs interpreted over a file in a GPU's place.
 """
 
-import json
-import multiprocessing
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from bench.gpu.imports import allow_nothing_else
 from bench.gpu.models import LARGE, TINY, random_model
+from bench.gpu.processes import FOLDER_PREFIX, Control, two_processes
 from bench.gpu.rates import COPY, rate
-from bench.gpu.report import Figure, Machine, NotRun, Outcome
+from bench.gpu.report import Figure, Machine, Outcome
 from common.types import BlockRef, Epoch, KVLayout, SamplingParams, SequenceId, WorkerId
 from engine.batch import Batch, BatchRow, SampleRequest
 from engine.device_runner import DeviceRunner
@@ -44,7 +39,6 @@ from kv_transfer.memory import PoolMemory, allocate_pool
 _TRANSPORT = "kv_transfer.cuda"
 _GREEDY = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
 _CHUNK = 2048
-_TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -70,9 +64,7 @@ class Job:
 
 
 def check_handover(machine: Machine) -> Outcome:
-    if find_spec(_TRANSPORT) is None:
-        raise NotRun("this build has no cuda_ipc transport")
-    with TemporaryDirectory(prefix="baton-gpu-check-") as folder:
+    with TemporaryDirectory(prefix=FOLDER_PREFIX) as folder:
         job = Job(machine.has_gpu, 8192 if machine.has_gpu else 48, 16, folder)
         told, fetched, alone = _run_both(job)
     wrong = sum(a != b for a, b in zip(fetched["ids"], alone["ids"], strict=True))
@@ -90,50 +82,16 @@ def check_handover(machine: Machine) -> Outcome:
 
 def _run_both(job: Job) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """What the exporter told of its offer, what the importer gave, what the exporter gave."""
-    context = multiprocessing.get_context("spawn")
-    pipes, children = [], []
-    for entry in (_export, _import):
-        here, there = context.Pipe()
-        child = context.Process(target=_child, args=(entry, job, there), daemon=True)
-        child.start()
-        pipes.append(here)
-        children.append(child)
-    exporter, importer = pipes
-    try:
-        told = _receive(exporter)
-        importer.send_bytes(json.dumps(told).encode())
-        return told, _receive(importer), _receive(exporter)
-    finally:
-        for pipe in pipes:
-            pipe.close()
-        for child in children:
-            child.join(10)
-            child.kill()
-
-
-def _receive(pipe: Connection) -> dict[str, Any]:
-    if not pipe.poll(_TIMEOUT_S):
-        raise TimeoutError("a process of the hand-over does not answer")
-    message: dict[str, Any] = json.loads(pipe.recv_bytes())
-    if "error" in message:
-        raise RuntimeError(message["error"])
-    return message
-
-
-def _child(entry: Callable[[Job, Connection], None], job: Job, pipe: Connection) -> None:
-    allow_nothing_else()
-    torch.set_num_threads(1)
-    try:
-        entry(job, pipe)
-    except Exception as error:
-        pipe.send_bytes(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
-        raise
+    with two_processes(_export, _import, job) as (exporter, importer):
+        told = exporter.receive()
+        importer.send(told)
+        return told, importer.receive(), exporter.receive()
 
 
 # ------------------------------------------------------------ the two processes
 
 
-def _export(job: Job, pipe: Connection) -> None:
+def _export(job: Job, control: Control) -> None:
     transport = import_module(f"{_TRANSPORT}.ipc")
     with _pool(job, "exporter") as pool:
         runner = _Stepper(job, pool, first_block=1)
@@ -152,21 +110,20 @@ def _export(job: Job, pipe: Connection) -> None:
             "uuid": address.device_uuid,
             "handle": address.handle.hex(),
         }
-        pipe.send_bytes(json.dumps(told).encode())
-        pipe.send_bytes(json.dumps({"ids": runner.decode(first_id)}).encode())
-        # The pool must outlive the importer's copy: wait until the parent hangs up.
-        pipe.poll(_TIMEOUT_S)
+        control.send(told)
+        control.send({"ids": runner.decode(first_id)})
+        control.wait_for_the_end()  # the pool must outlive the importer's copy
         exporter.close()
 
 
-def _import(job: Job, pipe: Connection) -> None:
+def _import(job: Job, control: Control) -> None:
     transport = import_module(f"{_TRANSPORT}.ipc")
     base = import_module("kv_transfer.base")
     with _pool(job, "importer") as pool:
         # Other blocks than the exporter's, so that ids and addresses must be translated.
         runner = _Stepper(job, pool, first_block=2)
         importer = transport.CudaIpcImporter(pool, TransportSettings(pool_dir=Path(job.folder)))
-        told = _receive(pipe)
+        told = control.receive()
         address = base.CudaIpcAddress(told["uuid"], bytes.fromhex(told["handle"]))
         peer = Peer(WorkerId("exporter"), Epoch(1), job.layout, job.num_blocks, (address,))
         copies = [
@@ -180,7 +137,7 @@ def _import(job: Job, pipe: Connection) -> None:
         results = [importer.fetch(peer, proof, copies, CancelFlag()) for _ in range(3)]
         ids = runner.decode(told["first_id"])
         fetch_s = min(result.duration_s for result in results)
-        pipe.send_bytes(json.dumps({"ids": ids, "fetch_s": fetch_s}).encode())
+        control.send({"ids": ids, "fetch_s": fetch_s})
         importer.close()
 
 

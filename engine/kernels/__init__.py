@@ -6,6 +6,7 @@ NVIDIA GPUs. Matrix products are not in the table (engine/kernels/linear.py).
 
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from importlib import import_module
 from typing import ClassVar, Protocol
@@ -22,6 +23,9 @@ from engine.sampler import Sampled
 log = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+
+# How often this process serves with plain torch instead of the set that its device is for.
+fallbacks: Counter[str] = Counter()
 
 
 class Attention(Protocol):
@@ -130,6 +134,7 @@ def kernel_set(name: str, cache: KVCache | None = None) -> Kernels:
             return kernel_set("triton", cache)
         except ConfigError as error:
             log.warning("plain torch instead of Triton kernels: %s", error.message)
+            fallbacks["triton"] += 1
             return kernel_set("torch", cache)
     if name not in _KERNELS:
         raise ConfigError("kernels", f"{name} is not one of auto, {', '.join(_KERNELS)}")

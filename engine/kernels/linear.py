@@ -26,5 +26,7 @@ def head(x: Tensor, weight: Tensor) -> Tensor:
     """Logits ``[n, vocab]``, in fp32 whatever the dtype of the model."""
     if weight.dtype == torch.float32:
         return linear(x, weight)
+    if weight.device.type == "cuda":
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)  # reads the weight as it is
     x = x.float()
     return torch.cat([linear(x, part.float()) for part in torch.split(weight, _HEAD_SLICE)], dim=1)

@@ -5,7 +5,7 @@ import logging
 import torch
 
 from common.errors import ConfigError
-from engine.kernels import Kernels, kernel_set
+from engine.kernels import Kernels, fallbacks, kernel_set
 from engine.kv_cache import KVCache
 from engine.models.config import ModelConfig, ModelEntry
 from engine.models.llama import load_model
@@ -23,6 +23,7 @@ def choose_kernels(name: str, config: ModelConfig, cache: KVCache) -> Kernels:
             return _numba(config, cache)
         except ConfigError as error:
             log.info("plain torch instead of compiled kernels: %s", error.message)
+            fallbacks["numba"] += 1
     return kernel_set(name, cache)
 
 

@@ -200,10 +200,10 @@ class Speculator:
 
     def _checked(self, ask: Ask, proposal: Items[TokenId]) -> tuple[TokenId, ...]:
         """The proposal, or nothing if it is none."""
-        is_valid = len(proposal) <= ask.num_drafts and all(
-            0 <= token_id < self._vocab_size for token_id in proposal
-        )
-        if not is_valid:
+        if not proposal:
+            return ()
+        are_ids = min(proposal) >= 0 and max(proposal) < self._vocab_size
+        if not are_ids or len(proposal) > ask.num_drafts:
             self._num_invalid += 1
             self._reasons[Reason.INVALID] += 1
             return ()
