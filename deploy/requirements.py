@@ -1,8 +1,10 @@
 """What the image must hold, read from pyproject.toml; standard library alone.
 
-requirements.py build | torch | run   packages to install, one a line: to make our own wheel; torch,
-                                      which has a layer of its own; all that serving needs
-requirements.py check-torch X         fails unless the installed torch is the build X: cpu or cuda
+requirements.py build | torch | run [EXTRAS]   packages to install, one a line: to make our own wheel;
+                                               torch, which has a layer of its own; all that serving
+                                               needs, with these extras, commas between them
+requirements.py check-torch X                  fails unless the installed torch is the build X: cpu or
+                                               cuda
 """
 
 import runpy
@@ -12,12 +14,16 @@ import tomllib
 from pathlib import Path
 
 
-def requirements(kind: str) -> list[str]:
+def requirements(kind: str, extras: str = "") -> list[str]:
+    """Raises KeyError for an extra that there is not."""
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
     if kind == "build":
         return list(project["build-system"]["requires"])
     names: list[str] = project["project"]["dependencies"]
-    return [name for name in names if kind == "run" or name.startswith("torch>")]
+    if kind == "torch":
+        return [name for name in names if name.startswith("torch>")]
+    optional: dict[str, list[str]] = project["project"]["optional-dependencies"]
+    return names + [name for extra in filter(None, extras.split(",")) for name in optional[extra]]
 
 
 def check_torch(wanted: str) -> str:
@@ -36,7 +42,7 @@ def main(arguments: list[str]) -> int:
         problem = check_torch(*arguments[1:2])
         sys.stderr.write(problem and f"error: {problem}\n")
         return 1 if problem else 0
-    sys.stdout.write("".join(f"{name}\n" for name in requirements(arguments[0])))
+    sys.stdout.write("".join(f"{name}\n" for name in requirements(*arguments)))
     return 0
 
 

@@ -75,7 +75,7 @@ make_base_image() {
 
 collect_wheels() {
   [ -e "$work/wheels/.complete" ] && return
-  python3 deploy/requirements.py run >"$work/run.txt"
+  python3 deploy/requirements.py run cpu >"$work/run.txt"
   python3 deploy/requirements.py build >"$work/build.txt"
   local get=(python3 -m pip download -q -d "$work/wheels")
   "${get[@]}" -c constraints.txt -r "$work/run.txt"

@@ -267,7 +267,8 @@ class Engine:
         sequence.settle(planned.start + num_good)
         if sequence.wants_prompt_logprobs:
             sequence.add_prompt_logprobs(planned.start, result.prompt_logprobs)
-        self._scheduler.index(sequence)
+        if sequence.num_settled // self._pool.block_size > sequence.num_indexed:
+            self._scheduler.index(sequence)
         if planned.samples:
             self._tell(planned, result, index, token_ids, reason, now_s)
         elif not sequence.samples and planned.end == sequence.compute_limit:
@@ -303,14 +304,12 @@ class Engine:
                 index,
                 token_ids,
                 sequence.counts,
-                num_drafts=len(planned.drafts),
-                logprobs=result.logprobs[: len(token_ids)],
-                prompt_logprobs=(
-                    sequence.take_prompt_logprobs() if sequence.wants_prompt_logprobs else ()
-                ),
-                finish_reason=reason,
-                matched_token_id=token_ids[-1] if reason is FinishReason.STOP else None,
-                held=held,
+                len(planned.drafts),
+                result.logprobs[: len(token_ids)],
+                sequence.take_prompt_logprobs() if sequence.wants_prompt_logprobs else (),
+                reason,
+                token_ids[-1] if reason is FinishReason.STOP else None,
+                held,
             )
         )
         if reason is not None:

@@ -100,11 +100,12 @@ class DraftLengths:
 
 
 def _expected_gain(candidates: Sequence[Candidate], lengths: Sequence[int]) -> float:
-    return sum(
-        candidate.rate**place
-        for candidate, length in zip(candidates, lengths, strict=True)
-        for place in range(1, length + 1)
-    )
+    total = 0.0
+    for candidate, length in zip(candidates, lengths, strict=True):
+        if length:
+            rate = candidate.rate
+            total += rate * (1 - rate**length) / (1 - rate) if rate < 1 else length
+    return total
 
 
 def _best_gains(
@@ -112,10 +113,13 @@ def _best_gains(
 ) -> list[tuple[float, int]]:
     """(expected tokens, candidate) of the drafts that are worth most; of each candidate always
     those before one are among them."""
-    gains = [
-        (candidate.rate**place, index)
-        for index, candidate in enumerate(candidates)
-        for place in range(1, min(longest, candidate.reach) + 1)
-    ]
-    gains.sort(reverse=True)
-    return gains[:limit]
+    gains: list[float] = []
+    owners: list[int] = []
+    for index, candidate in enumerate(candidates):
+        gain = rate = candidate.rate
+        for _ in range(min(longest, candidate.reach)):
+            gains.append(gain)
+            owners.append(index)
+            gain *= rate
+    best = sorted(range(len(gains)), key=gains.__getitem__, reverse=True)
+    return [(gains[place], owners[place]) for place in best[:limit]]
