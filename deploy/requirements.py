@@ -1,10 +1,9 @@
 """What the image must hold, read from pyproject.toml; standard library alone.
 
-requirements.py build | torch | run [EXTRAS]   packages to install, one a line: to make our own wheel;
-                                               torch, which has a layer of its own; all that serving
-                                               needs, with these extras, commas between them
-requirements.py check-torch X                  fails unless the installed torch is the build X: cpu or
-                                               cuda
+requirements.py build          packages to install, one a line, to make our own wheel
+requirements.py torch          torch alone, which has a layer of its own
+requirements.py run [EXTRAS]   all that serving needs, with these extras, commas between them
+requirements.py check-torch X  fails unless the installed torch is the build X: cpu or cuda
 """
 
 import runpy
