@@ -269,17 +269,23 @@ def ngram_cost(bench: Bench) -> dict[str, dict[str, float]]:
     found = {}
     for name in ("copy", "chat"):
         speculator = bench.speculator(speculation="auto")
-        spent_s: list[float] = []
-        bench.run(
-            bench.engine(speculator), name, 32, 24,
-            lambda: spent_s.append(speculator.statistics().proposal_s),  # noqa: B023
-        )  # fmt: skip
-        costs_s = [after - before for before, after in pairwise(spent_s) if after > before]
-        # The first of them indexes the prompts.
+        spent: list[tuple[float, int]] = []
+
+        def look() -> None:
+            now = speculator.statistics()  # noqa: B023
+            spent.append((now.proposal_s, sum(now.reasons.values())))  # noqa: B023
+
+        bench.run(bench.engine(speculator), name, 32, 24, look)
+        costs_us = [
+            (after_s - before_s) * 1e6 / (num_after - num_before)
+            for (before_s, num_before), (after_s, num_after) in pairwise(spent)
+            if num_after > num_before
+        ]
+        # The first steps of a sequence index its prompt.
         prompts = [len(prompt) for prompt in bench.prompts[name]]
         found[name] = {
-            "us_a_sequence_and_step": round(statistics.median(costs_s) * 1e6 / 32, 2),
-            "us_a_prompt_token": round(max(costs_s) * 1e6 / 32 / statistics.mean(prompts), 2),
+            "us_a_sequence_and_step": round(statistics.median(costs_us), 2),
+            "us_a_prompt_token": round(max(costs_us) / statistics.mean(prompts), 2),
         }
     return found
 

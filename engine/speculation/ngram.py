@@ -42,7 +42,9 @@ class NgramIndex:
         end = min(len(token_ids), start + limit)
         for length, table in self._tables:
             first = max(start, length)
-            if first >= end:
+            if first + 1 == end:  # one token more, as most often
+                table[tuple(token_ids[first - length : first])] = first
+            if first + 1 >= end:
                 continue
             columns = (token_ids[first - length + i : end - length + i] for i in range(length))
             table.update(zip(zip(*columns, strict=True), range(first, end), strict=True))

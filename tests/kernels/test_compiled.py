@@ -17,7 +17,8 @@ NARROW = {"_best_of_row"}
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("which", ["core", pytest.param("all", marks=pytest.mark.full)])
 def test_what_is_compiled(which: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "support.compiled_kernels", which]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -29,6 +29,7 @@ from engine.kernels.paged_prefill import PrefillPlan, paged_prefill
 from engine.kernels.span import Span
 from engine.kernels.tuning import prefill_tuning
 from engine.kv_cache import LayerPool
+from kv_transfer.cuda import copy_kernel
 
 HEAD_SIZES = (64, 80, 96, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -196,6 +197,7 @@ def plain_launches() -> list[Launch]:
     logits = torch.zeros((2, 128256))
     return [
         *launches(lambda: blocks.copy_blocks(pool, ids, pool, ids)),
+        *launches(lambda: copy_kernel.copy_blocks(pool, pool, ids, ids)),
         *launches(lambda: sampling.choose(logits, choices)),
     ]
 
