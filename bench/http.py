@@ -6,6 +6,8 @@
 process), steps of 1/170 s. This process is the client: plain sockets that take what comes and look
 at the last event only, since an SSE parser costs more than what is measured. The rate counts from
 the first request to the end of the last answer. The median of some rounds.
+
+Then a gateway with 5 prefill and 5 decode workers is asked for ``/metrics``, 50 times.
 """
 
 import argparse
@@ -13,17 +15,20 @@ import asyncio
 import json
 import statistics
 import sys
+import time
+import urllib.request
 from typing import Any
 
 import uvloop
 
-from bench.bounds import at_least
+from bench.bounds import at_least, at_most
 from cli.bench.report import rounded
 from cli.bench.setup import baton
 
 STEPS_PER_S = 170
 PROMPT_TOKENS = 64
 BOUND = 5000
+METRICS_BOUND_MS, NUM_SCRAPES = 20, 50
 _END = b"data: [DONE]\n\n"
 # The usage, which comes before the end, is within these bytes of it.
 _TAIL_BYTES = 4096
@@ -88,6 +93,24 @@ async def measure(num_streams: int, num_tokens: int, num_rounds: int) -> dict[st
     }
 
 
+async def scrape_ms() -> list[float]:
+    """Of each scrape of a gateway that knows ten workers."""
+    sys.stderr.write("scrapes ...\n")
+    flags = ("--model", "null", "--num-blocks", "64", "--prefill", "5", "--decode", "5")
+    async with baton(*flags) as setup:
+        return await asyncio.to_thread(_scrapes, f"http://{setup.http}/metrics")
+
+
+def _scrapes(url: str) -> list[float]:
+    taken = []
+    for _ in range(NUM_SCRAPES):
+        start_s = time.perf_counter()
+        with urllib.request.urlopen(url, timeout=10) as response:
+            response.read()
+        taken.append(1000 * (time.perf_counter() - start_s))
+    return taken
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=64)
@@ -95,6 +118,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     result = uvloop.run(measure(options.streams, options.tokens, options.rounds))
+    median_ms = statistics.median(uvloop.run(scrape_ms()))
+    result["metrics_ms"] = at_most(median_ms, METRICS_BOUND_MS, "ms")
     print(json.dumps(rounded(result), indent=2))
 
 

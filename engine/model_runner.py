@@ -95,13 +95,14 @@ class TorchRunner:
             token_ids = row.token_ids
             if token_ids[0] == IN_FLIGHT:
                 token_ids = self._resolved(row)
+            num_new = len(token_ids)
             if not are_ids(token_ids, vocab_size):
                 # Also where the step before failed, so that nothing was in flight.
                 result.error = "a token id is out of the vocabulary"
                 continue
-            span = Span(first, len(token_ids), row.start, row.block_ids)
+            span = Span(first, num_new, row.start, row.block_ids)
             live.append(LiveRow(row, result, token_ids, span))
-            first += span.num_new
+            first += num_new
         if live:
             hidden = self._forward(live)
             _fail_not_finite(live, hidden)
@@ -126,12 +127,13 @@ class TorchRunner:
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        slots_of = self._cache.slots
         for row in live:
             span = row.span
-            end = span.start + span.num_new
+            start, end = span.start, span.start + span.num_new
             token_ids += row.token_ids
-            positions += range(span.start, end)
-            slots += self._cache.slots(span.block_ids, span.start, end)
+            positions += range(start, end)
+            slots += slots_of(span.block_ids, start, end)
         device = self._cache.device
         return self._model.forward(
             torch.tensor(token_ids, device=device),
