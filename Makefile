@@ -8,7 +8,7 @@ STAMP := .venv/.installed
 help:
 	@echo "make demo       start 1 prefill + 1 decode worker, ask a real model a question"
 	@echo "make check      lint, types, import layers (under a minute)"
-	@echo "make test       the test suite (about eleven minutes on two cores)"
+	@echo "make test       the test suite (about twelve minutes on two cores)"
 	@echo "make test-full  the long tests as well"
 	@echo "make gpu-check  the GPU path: on a GPU, or what of it a CPU can show"
 	@echo "make soak       hundreds of kills, thousands of cancels: docs/reliability.md (SECONDS=7200)"
@@ -43,6 +43,7 @@ PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durat
 # The oldest Triton that we run with, beside the one of constraints.txt. Its interpreter wants an
 # older numpy, and even of that it uses what is deprecated.
 OLD_TRITON := .venv/triton-3.6
+COMPILED := tests/kernels/test_compiled.py::test_what_is_compiled
 KERNELS := paged_attention small_kernels sampling_kernel large_pools compiled
 
 $(OLD_TRITON)/.installed: $(STAMP)
@@ -50,8 +51,8 @@ $(OLD_TRITON)/.installed: $(STAMP)
 	touch $@
 
 test: install $(OLD_TRITON)/.installed
-	$(PYTEST) -m "not full and not gpu" -n 2 --ignore tests/sim
-	PYTHONPATH=$(OLD_TRITON) $(PYTEST) -m "not full and not gpu" -n 2 \
+	$(PYTEST) -m "not full and not gpu" -n 2 --ignore tests/sim --deselect '$(COMPILED)[core]'
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) -m "not full and not gpu" -n 2 -k "not compiled or core" \
 		-W "ignore:Conversion of an array:DeprecationWarning" \
 		$(KERNELS:%=tests/kernels/test_%.py)
 	$(PYTEST) -m "not full and not gpu" tests/sim

@@ -243,11 +243,9 @@ def mixed_sessions(num: int) -> list[Session]:
 def _throughput_of(outcomes: Sequence[Outcome]) -> dict[str, float]:
     summary = summarise(outcomes, TARGETS)
     total = summary.prompt_tokens + summary.output_tokens
-    assert summary.itl_ms is not None
     return {
         "tokens_per_s": total / summary.duration_s,
         "output_tokens_per_s": summary.output_tokens_per_s,
-        "itl_p99_ms": summary.itl_ms.p99,
         "answered": summary.num_ok,
     }
 
@@ -301,14 +299,12 @@ def draw_throughput(found: dict[str, Any], path: Path) -> None:
     figure = new_figure(
         "Chunked prefill and throughput",
         "one process, 8 requests at once, a quarter of the prompts long",
-        2,
+        1,
     )
-    figure.subplots_adjust(left=0.12, wspace=0.1)
-    rates, gaps = figure.axes
-    setups = found["setups"]
-    bars(rates, {n: s["tokens_per_s"] for n, s in setups.items()}, "tokens a second, in and out")
-    bars(gaps, {n: s["itl_p99_ms"] for n, s in setups.items()}, "inter-token latency, p99", " ms")
-    gaps.set_yticks([])
+    figure.subplots_adjust(left=0.12)
+    (axes,) = figure.axes
+    rates = {name: row["tokens_per_s"] for name, row in found["setups"].items()}
+    bars(axes, rates, "tokens a second, in and out")
     save(figure, path)
 
 
