@@ -5,7 +5,6 @@ import json
 import os
 import sys
 
-
 # Objects that a process makes before the youngest are looked through for garbage. A step of 256
 # rows makes 2,000, nearly none of them in cycles; Python's own 700 costs a tenth of the step's
 # overhead.
