@@ -11,11 +11,13 @@ from torch import Tensor
 
 from common.config import DecodeSettings
 from common.errors import ConfigError, ModelError
+from engine.kernels import fallbacks
 from engine.kernels.cpu.kernels import NumbaKernels, check_model
 from engine.kernels.cpu.packing import FORMATS, dequantized, pack, quantize_int4
 from engine.kernels.span import Span
 from engine.kernels.torch_kernels import TorchKernels
 from engine.kv_cache import KVCache
+from engine.models.choice import choose_kernels
 from engine.models.compiled import CompiledModel
 from engine.models.config import ModelConfig, RopeConfig
 from engine.models.dequantized import dequantize_embedding, dequantize_layer
@@ -266,3 +268,12 @@ def test_first_layers_are_those_of_the_whole_model() -> None:
     one, other = first.logits([([4], 19, [3, 5])])
     assert_close(one, other)
     assert (one - both.logits([([4], 19, [3, 5])])[0]).abs().max() > 0.1
+
+
+def test_a_fall_back_to_plain_torch_is_counted() -> None:
+    odd, cache = replace(LLAMA, head_size=20), KVCache(torch.zeros(2, 2, 2, BLOCK_SIZE, 2, 20))
+    before = fallbacks["numba"]
+    assert choose_kernels("auto", odd, cache).name == "torch"
+    assert fallbacks["numba"] == before + 1
+    assert choose_kernels("torch", odd, cache).name == "torch"
+    assert fallbacks["numba"] == before + 1
