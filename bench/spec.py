@@ -249,7 +249,7 @@ def interval(ratios: Sequence[float]) -> dict[str, float]:
 
 
 def proposers(bench: Bench) -> dict[str, Any]:
-    found: dict[str, Any] = {"ngram": ngram_cost(bench)}
+    found: dict[str, Any] = {"ngram": {name: ngram_cost(bench, name) for name in ("copy", "chat")}}
     for name in ("draft=self:10", "draft=self:20", "draft=self:29", f"draft={bench.entry}"):
         drafted = bench.engine(bench.speculator(speculation=name, fixed_k=True))
         result = bench.run(drafted, "chat", 1, 40)
@@ -263,31 +263,28 @@ def proposers(bench: Bench) -> dict[str, Any]:
     return found
 
 
-def ngram_cost(bench: Bench) -> dict[str, dict[str, float]]:
+def ngram_cost(bench: Bench, name: str) -> dict[str, float]:
     """The whole of `Speculator.draft` at 32 sequences whose forward pass is as it is: a step once
     the prompts are indexed, and indexing them."""
-    found = {}
-    for name in ("copy", "chat"):
-        speculator = bench.speculator(speculation="auto")
-        spent: list[tuple[float, int]] = []
+    speculator = bench.speculator(speculation="auto")
+    spent: list[tuple[float, int]] = []
 
-        def look() -> None:
-            now = speculator.statistics()  # noqa: B023
-            spent.append((now.proposal_s, sum(now.reasons.values())))  # noqa: B023
+    def look() -> None:
+        now = speculator.statistics()
+        spent.append((now.proposal_s, sum(now.reasons.values())))
 
-        bench.run(bench.engine(speculator), name, 32, 24, look)
-        costs_us = [
-            (after_s - before_s) * 1e6 / (num_after - num_before)
-            for (before_s, num_before), (after_s, num_after) in pairwise(spent)
-            if num_after > num_before
-        ]
-        # The first steps of a sequence index its prompt.
-        prompts = [len(prompt) for prompt in bench.prompts[name]]
-        found[name] = {
-            "us_a_sequence_and_step": round(statistics.median(costs_us), 2),
-            "us_a_prompt_token": round(max(costs_us) / statistics.mean(prompts), 2),
-        }
-    return found
+    bench.run(bench.engine(speculator), name, 32, 24, look)
+    costs_us = [
+        (after_s - before_s) * 1e6 / (num_after - num_before)
+        for (before_s, num_before), (after_s, num_after) in pairwise(spent)
+        if num_after > num_before
+    ]
+    # The first steps of a sequence index its prompt.
+    prompts = [len(prompt) for prompt in bench.prompts[name]]
+    return {
+        "us_a_sequence_and_step": round(statistics.median(costs_us), 2),
+        "us_a_prompt_token": round(max(costs_us) / statistics.mean(prompts), 2),
+    }
 
 
 def coupling(bench: Bench) -> dict[str, Any]:

@@ -25,7 +25,8 @@ from typing import Any
 import uvloop
 
 from bench.bounds import at_most, pair_interval
-from bench.plumbing import Deployment, deployment, generate
+from bench.deployment import Deployment, deployment
+from bench.plumbing import generate
 from common import rpc
 from common.wire import inference_grpc
 

@@ -20,16 +20,12 @@ class Broken(Exception):
     """What a kernel or a sampler might raise."""
 
 
-class BreaksOn:
-    """Raises for every step that has a row of ``bad``, at launch or at collect; for each step where
-    ``bad`` is None. ``only_once``: the first time alone."""
+class AroundOracle:
+    """Another runner whose steps one sequence, ``bad``, spoils."""
 
-    def __init__(self, runner: OracleRunner, at: str, only_once: bool = False) -> None:
+    def __init__(self, runner: OracleRunner) -> None:
         self._runner = runner
-        self._at = at
-        self._only_once = only_once
         self.bad: SequenceId | None = None
-        self.num_raised = 0
 
     @property
     def vocab_size(self) -> int:
@@ -37,6 +33,17 @@ class BreaksOn:
 
     def copy_block(self, source: int, target: int) -> None:
         self._runner.copy_block(source, target)
+
+
+class BreaksOn(AroundOracle):
+    """Raises for every step that has a row of ``bad``, at launch or at collect; for each step where
+    ``bad`` is None. ``only_once``: the first time alone."""
+
+    def __init__(self, runner: OracleRunner, at: str, only_once: bool = False) -> None:
+        super().__init__(runner)
+        self._at = at
+        self._only_once = only_once
+        self.num_raised = 0
 
     def launch(self, batch: Batch) -> StepHandle:
         breaks = self._breaks(batch)
@@ -148,20 +155,12 @@ def test_failpoints_of_the_guard() -> None:
     rig.assert_idle()
 
 
-class WrongIds:
+class WrongIds(AroundOracle):
     """Samples an id that is not in the vocabulary for one sequence, from its third token on."""
 
     def __init__(self, runner: OracleRunner, wrong_id: int) -> None:
-        self._runner = runner
+        super().__init__(runner)
         self._wrong_id = wrong_id
-        self.bad: SequenceId | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        return self._runner.vocab_size
-
-    def copy_block(self, source: int, target: int) -> None:
-        self._runner.copy_block(source, target)
 
     def launch(self, batch: Batch) -> StepHandle:
         results = self._runner.launch(batch).collect()
