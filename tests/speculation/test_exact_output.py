@@ -182,6 +182,24 @@ def test_stop_inside_an_accepted_run(stop_at: int, min_tokens: int) -> None:
     rig.assert_idle()
 
 
+@pytest.mark.parametrize("max_tokens", range(1, 7))
+@pytest.mark.parametrize("stop_at", range(1, 7))
+def test_a_stop_and_a_limit_inside_one_accepted_run(stop_at: int, max_tokens: int) -> None:
+    """Whichever comes first ends it; both at one token are a stop."""
+    prompt = prompt_of(7, 7)
+    ids = right_ids(spec_of(prompt, SEEDED))[:6]
+    stop_at = ids.index(ids[stop_at - 1]) + 1
+    params = replace(SEEDED, stop_token_ids=(ids[stop_at - 1],), max_tokens=max_tokens, logprobs=1)
+    spec = spec_of(prompt, params)
+    rig = Rig(proposer=perfect())
+    rig.run(spec)
+    assert_same_end(spec, rig, plain(spec))
+    assert len(rig.ids(spec)) == min(stop_at, max_tokens)
+    ends = FinishReason.STOP if stop_at <= max_tokens else FinishReason.LENGTH
+    assert rig.last(spec).finish_reason is ends
+    rig.assert_idle()
+
+
 def test_the_end_of_the_context_inside_an_accepted_run() -> None:
     for max_model_len in range(9, 16):
         spec = spec_of(prompt_of(6, 8), GREEDY)

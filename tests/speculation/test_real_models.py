@@ -116,7 +116,7 @@ def test_a_tiny_model(tmp_path: Path, drafts: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(tiny: Callable[[str], Path], name: str, k: int) -> None:
     for drafts in ("ngram", "self:1", "perfect", "random", "wrong"):
