@@ -1,4 +1,4 @@
-"""Where compiled kernels lie, and filling that place before anything serves.
+"""Where compiled kernels lie, and filling that place before anything serves; packing weights too.
 
 Every source of the kernels has a folder of its own: numba's index names classes of the source that
 wrote it, and reading it with another one fails.
@@ -14,8 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cli.model_cache import default_cache_dir
+from common.errors import ModelError
 
 _WARM_UP = "from engine.models.warm_up import compile_kernels; compile_kernels()"
+_PACK = """
+import pathlib, sys
+from engine.models.packed_files import prepare
+prepare(pathlib.Path(sys.argv[1]), sys.argv[2])
+"""
 _ROOT = Path(__file__).parents[1]
 
 
@@ -43,6 +49,20 @@ def fill_kernel_cache() -> None:
             return
         subprocess.run([sys.executable, "-c", _WARM_UP], cwd=_ROOT, env=environment, check=True)
         done.touch()
+
+
+def pack_weights(entry: Path, quantization: str) -> None:
+    """Puts an entry's weights into the order that compiled kernels read (a few seconds), in a
+    child, for workers that may not write there. Without numba it does nothing. Raises ModelError
+    for weights that cannot be used."""
+    if _numba_version() is not None:
+        command = [sys.executable, "-c", _PACK, str(entry), quantization]
+        environment = {**os.environ, **kernel_cache()}
+        packed = subprocess.run(
+            command, cwd=_ROOT, env=environment, stderr=subprocess.PIPE, text=True, check=False
+        )
+        if packed.returncode:
+            raise ModelError("model", packed.stderr.strip().rpartition("\n")[2])
 
 
 def _numba_version() -> str | None:

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from cli import model_cache, model_source
-from cli.kernel_cache import fill_kernel_cache
+from cli.kernel_cache import fill_kernel_cache, pack_weights
 from cli.output import print_json
+from common.config import Quantization
 from common.errors import ConfigError, ModelError
 
 DEFAULT_MODEL = "default"
@@ -31,6 +32,10 @@ def prepare(
         Path | None,
         typer.Option(help="make this a link to the entry, in place of an older one"),
     ] = None,
+    quantization: Annotated[
+        Quantization,
+        typer.Option(help="what workers will serve it in, on CPUs", envvar="BATON_QUANTIZATION"),
+    ] = "none",
     as_json: Annotated[bool, typer.Option("--json", help='print {"model": DIR}')] = False,
 ) -> None:
     """Prepare a model for serving, once; `up` does it by itself."""
@@ -41,6 +46,8 @@ def prepare(
         )
         progress("compiling", 0, 1)
         fill_kernel_cache()
+        progress("packing", 0, 1)
+        pack_weights(entry, quantization)
     if link is not None:
         _point(link, entry)
     if as_json:

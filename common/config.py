@@ -176,7 +176,7 @@ class WorkerSettings(ProcessSettings):
         "auto", description="numba: compiled steps on a CPU; auto picks it or torch, triton on cuda"
     )
     quantization: Quantization = Field(
-        "none", description="weights made smaller at load: int8 by row, int4 by 32 (int8 head)"
+        "none", description="weights made smaller: int8 by row, int4 by 32 (int8 head)"
     )
     transport: Literal["auto", "shm", "tcp", "cuda_ipc", "nccl", "nixl", "gloo"] = Field(
         "auto", description="KV hand-off; auto takes the best that both ends can prove"

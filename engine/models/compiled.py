@@ -8,13 +8,11 @@ The life of a step:
 3. logits are a second call, of the rows that are asked for.
 """
 
-from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.kernels import Attention, Kernels
@@ -22,14 +20,15 @@ from engine.kernels.cpu.attention import CHUNK_TOKENS
 from engine.kernels.cpu.buffers import Buffers, padded
 from engine.kernels.cpu.forward import forward, head_rows
 from engine.kernels.cpu.kernels import PlannedSpans
-from engine.kernels.cpu.packing import interleaved, pack
+from engine.kernels.cpu.packing import address_of
 from engine.kernels.cpu.products import MAX_ROWS, PANELS
 from engine.kernels.cpu.step import NUM_PHASES, Pool, Step, Weights
 from engine.kernels.cpu.team import Team
 from engine.kernels.cpu.tiles import PANEL
 from engine.kv_cache import KVCache
 from engine.models.config import ModelConfig, ModelEntry
-from engine.models.llama import LayerWeights, open_weights
+from engine.models.packed import PackedModel
+from engine.models.packed_files import load_packed
 from engine.models.rope import RotaryEmbedding
 
 
@@ -37,32 +36,22 @@ class CompiledModel:
     """What `LlamaModel` is, for the kernel set ``numba``. The tensors that it gives are views of
     its buffers: the next call writes over them."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layers: Iterable[LayerWeights],
-        final_norm: Tensor,
-        embedding: Tensor,
-        head: Tensor | None,
-        kernels: Kernels,
-        quantization: str,
-    ) -> None:
-        """``head`` None: it is the embedding. ``layers`` are packed one by one."""
+    def __init__(self, config: ModelConfig, packed: PackedModel, kernels: Kernels) -> None:
         self.config = config
         self.kernels = kernels
-        self._quantization = quantization
         # The kernels know addresses only: what lies there is held here.
-        self._held: list[Tensor] = []
-        self._vocabulary = pack(embedding, None, quantization, is_head=True)
-        self._head = self._vocabulary
-        if head is not None:
-            self._head = pack(head, None, quantization, is_head=True)
-        tables = [self._take(layer) for layer in layers]
+        self._packed = packed
+        self._head = packed.head.entry
+        layers = packed.layers
         self._weights = Weights(
-            products=np.stack([products for products, _ in tables]),
-            norms=np.array([norms for _, norms in tables], dtype=np.int64),
-            final_norm=self._hold(final_norm),
-            embedding=self._vocabulary.entry,
+            products=np.stack(
+                [np.stack([one.entry for one in layer.products]) for layer in layers]
+            ),
+            norms=np.array(
+                [[address_of(norm) for norm in layer.norms] for layer in layers], np.int64
+            ),
+            final_norm=address_of(packed.final_norm),
+            embedding=packed.embedding.entry,
             hidden_size=config.hidden_size,
             eps=config.rms_norm_eps,
         )
@@ -97,7 +86,7 @@ class CompiledModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Of the given rows only: ``[m, hidden_size]`` to ``[m, vocab_size]``."""
-        entry, num_rows = self._head.entry, len(hidden)
+        entry, num_rows = self._head, len(hidden)
         if hidden.stride(1) != 1:
             hidden = hidden.contiguous()
         logits = self._buffers.matrix("logits", num_rows, int(entry[PANELS]) * PANEL)
@@ -106,7 +95,7 @@ class CompiledModel:
             head_rows, entry, hidden.data_ptr(), hidden.stride(0), num_rows,
             logits.data_ptr(), logits.stride(0), self._team.words, work, size,
         )  # fmt: skip
-        return logits[:, : self._head.num_outputs]
+        return logits[:, : self.config.vocab_size]
 
     def _step(
         self, token_ids: Tensor, positions: Tensor, cache: KVCache, plan: PlannedSpans
@@ -169,42 +158,7 @@ class CompiledModel:
         of_chunk = rows * (config.head_size + padded(longest))
         return max(of_product, of_chunk, config.num_heads * padded(longest))
 
-    def _take(self, layer: LayerWeights) -> tuple[NDArray[np.int64], list[int]]:
-        """A layer's row of the tables of products and of norms."""
-        gate_up_bias = layer.gate_up_bias
-        if gate_up_bias is not None:
-            gate_up_bias = interleaved(*gate_up_bias.chunk(2))
-        packed = [
-            pack(weight, bias, self._quantization)
-            for weight, bias in (
-                (layer.qkv, layer.qkv_bias),
-                (layer.output, layer.output_bias),
-                (interleaved(*layer.gate_up.chunk(2)), gate_up_bias),
-                (layer.down, layer.down_bias),
-            )
-        ]
-        self._held += [tensor for one in packed for tensor in one.tensors]
-        norms = (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
-        return np.stack([one.entry for one in packed]), [self._hold(norm) for norm in norms]
-
-    def _hold(self, tensor: Tensor | None) -> int:
-        """Address of a small tensor, 0 for none."""
-        if tensor is None:
-            return 0
-        tensor = tensor.clone()  # not a view of a mapped file
-        self._held.append(tensor)
-        return tensor.data_ptr()
-
 
 def load_compiled(entry: ModelEntry, kernels: Kernels, quantization: str) -> CompiledModel:
-    """Packs the entry's weights. Raises ModelError."""
-    with open_weights(entry, torch.float32, torch.device("cpu")) as weights:
-        return CompiledModel(
-            entry.config,
-            weights.layers,
-            weights.final_norm,
-            weights.embedding,
-            weights.head,
-            kernels,
-            quantization,
-        )
+    """Maps the entry's packed weights, or packs them. Raises ModelError."""
+    return CompiledModel(entry.config, load_packed(entry, quantization), kernels)

@@ -8,7 +8,8 @@ from engine.kernels.span import Span
 from engine.kv_cache import KVCache
 from engine.models.compiled import CompiledModel
 from engine.models.config import ModelConfig, RopeConfig
-from engine.models.llama import LayerWeights
+from engine.models.llama import LayerWeights, OpenWeights
+from engine.models.packed import pack_model
 
 _SIZE = 16
 
@@ -48,7 +49,8 @@ def compile_kernels() -> None:
         down_bias=None,
     )
     kernels = NumbaKernels()
-    model = CompiledModel(config, [layer], norm, torch.zeros(_SIZE, _SIZE), None, kernels, "none")
+    weights = OpenWeights(torch.zeros(_SIZE, _SIZE), iter([layer]), norm, None)
+    model = CompiledModel(config, pack_model(weights, "none"), kernels)
     cache = KVCache(torch.zeros(2, 1, 2, _SIZE, 1, _SIZE))
     ids = torch.zeros(1, dtype=torch.int64)
     plan = kernels.attention(cache, [Span(0, 1, 0, [1])])

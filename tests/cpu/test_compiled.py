@@ -21,8 +21,9 @@ from engine.models.choice import choose_kernels
 from engine.models.compiled import CompiledModel
 from engine.models.config import ModelConfig, RopeConfig
 from engine.models.dequantized import dequantize_embedding, dequantize_layer
-from engine.models.llama import LayerWeights, LlamaModel, ModelWeights
+from engine.models.llama import LayerWeights, LlamaModel, ModelWeights, OpenWeights
 from engine.models.model import Model
+from engine.models.packed import pack_model
 from gateway.model_entry import read_model_entry
 from worker.model import model_facts
 
@@ -117,7 +118,8 @@ def make(config: ModelConfig, quantization: str) -> Both:
     ]
     norm, embedding = 1 + random(hidden), random(config.vocab_size, hidden, scale=1.0)
     head = None if config.tied_head else random(config.vocab_size, hidden)
-    compiled = CompiledModel(config, layers, norm, embedding, head, NumbaKernels(), quantization)
+    packed = pack_model(OpenWeights(embedding, iter(layers), norm, head), quantization)
+    compiled = CompiledModel(config, packed, NumbaKernels())
     wide = dequantize_embedding(embedding, quantization)
     weights = ModelWeights(
         wide,
@@ -200,7 +202,10 @@ def test_int4_goes_from_the_least_to_the_greatest_value() -> None:
 
 def test_packed_sizes() -> None:
     weight = torch.randn(96, 256)
-    sizes = {name: pack(weight, None, name).num_bytes for name in FORMATS}
+    sizes = {}
+    for name in FORMATS:
+        packed = pack(weight, None, name)
+        sizes[name] = sum(a.nbytes for a in (packed.panels, packed.scales) if a is not None)
     assert sizes == {
         "none": 96 * 256 * 4,
         "int8": 96 * 256 + 96 * 4,

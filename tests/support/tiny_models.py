@@ -109,17 +109,19 @@ def make_tiny_model(name: str, directory: Path, seed: int = 0) -> TinyModel:
     return TinyModel(model, directory)
 
 
-def make_random_llama(directory: Path, seed: int = 0) -> Path:
-    """A prepared entry of the first family without transformers, whose import takes seconds."""
+def make_random_llama(directory: Path, seed: int = 0, **changes: int) -> Path:
+    """A prepared entry of the first family, but for ``changes`` of its shape, without transformers,
+    whose import takes seconds."""
+    facts = {**_SHAPE, **changes}
     generator = torch.Generator().manual_seed(seed)
     rope = {"rope_type": "default", "rope_theta": 10000.0}
-    config = {**_SHAPE, "model_type": "llama", "rope_parameters": rope}
-    hidden, inner, vocab = _SHAPE["hidden_size"], _SHAPE["intermediate_size"], VOCAB_SIZE
-    head_size = hidden // _SHAPE["num_attention_heads"]
-    kv_size = _SHAPE["num_key_value_heads"] * head_size
+    config = {**facts, "model_type": "llama", "rope_parameters": rope}
+    hidden, inner, vocab = facts["hidden_size"], facts["intermediate_size"], VOCAB_SIZE
+    head_size = hidden // facts["num_attention_heads"]
+    kv_size = facts["num_key_value_heads"] * head_size
     shapes = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden)}
     norms = ["model.norm"]
-    for layer in range(_SHAPE["num_hidden_layers"]):
+    for layer in range(facts["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         for name, size in (("q", hidden), ("k", kv_size), ("v", kv_size), ("o", hidden)):
             shapes[f"{prefix}.self_attn.{name}_proj"] = (size, hidden)
@@ -128,7 +130,7 @@ def make_random_llama(directory: Path, seed: int = 0) -> Path:
         shapes[f"{prefix}.mlp.down_proj"] = (hidden, inner)
         norms += [f"{prefix}.input_layernorm", f"{prefix}.post_attention_layernorm"]
     tensors = {
-        f"{name}.weight": torch.randn(*shape, generator=generator) * _SHAPE["initializer_range"]
+        f"{name}.weight": torch.randn(*shape, generator=generator) * facts["initializer_range"]
         for name, shape in shapes.items()
     }
     for name in norms:

@@ -30,26 +30,41 @@ FORMATS = ("none", "int8", "int4")
 _INT8_TURN = 4
 # How far from a whole level a value on a grid may lie, in levels.
 _ON_GRID = 2e-3
+# What panels are made of, and the kernels' name for it.
+_KINDS = {"float32": products.FP32, "int8": products.INT8, "int32": products.INT4}
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """``entry`` is what the kernels read (products.py): addresses of tensors that are held here."""
+    """Panels, scales and a bias for whole panels. The arrays may be views of a mapped file."""
 
-    entry: NDArray[np.int64]
-    tensors: tuple[Tensor, ...]
-    num_outputs: int
+    panels: NDArray[np.generic]
+    scales: NDArray[np.generic] | None
+    bias: NDArray[np.generic] | None
 
     @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+    def entry(self) -> NDArray[np.int64]:
+        """What the kernels read (products.py): addresses, so the arrays must be held."""
+        kind = _KINDS[self.panels.dtype.name]
+        k, sharing = self.panels.shape[1], 1
+        if kind == products.INT4:
+            k, sharing = 8 * k, GROUP
+        elif self.scales is not None:
+            sharing = k // self.scales.shape[1]
+        addresses = [address_of(array) for array in (self.panels, self.scales, self.bias)]
+        return np.array([*addresses, kind, k, len(self.panels), sharing], dtype=np.int64)
+
+
+def address_of(array: NDArray[np.generic] | None) -> int:
+    """0 for none."""
+    return 0 if array is None else array.ctypes.data
 
 
 def pack(weight: Tensor, bias: Tensor | None, quantization: str, is_head: bool = False) -> Packed:
     """``[out, in]`` fp32 to panels; heads and embeddings are never below int8."""
-    num_outputs, k = weight.shape
+    k = weight.shape[1]
     if quantization == "none":
-        return _packed(products.FP32, k, num_outputs, _panels(weight), None, bias)
+        return _packed(_panels(weight), None, bias)
     if quantization == "int8":
         return _pack_int8(weight, bias, k)
     if k % GROUP:
@@ -59,7 +74,7 @@ def pack(weight: Tensor, bias: Tensor | None, quantization: str, is_head: bool =
     levels, scales, minima = quantize_int4(_padded(weight).numpy())
     words = torch.from_numpy(_words(levels))
     grid = torch.stack((_panels(torch.from_numpy(scales)), _panels(torch.from_numpy(minima))), 2)
-    return _packed(products.INT4, k, num_outputs, _panels(words), grid.contiguous(), bias, GROUP)
+    return _packed(_panels(words), grid.contiguous(), bias)
 
 
 def dequantized(weight: Tensor, quantization: str, is_head: bool = False) -> Tensor:
@@ -75,11 +90,11 @@ def dequantized(weight: Tensor, quantization: str, is_head: bool = False) -> Ten
 
 
 def _pack_int8(weight: Tensor, bias: Tensor | None, sharing: int) -> Packed:
-    num_outputs, k = weight.shape
+    k = weight.shape[1]
     if k % _INT8_TURN:
         raise ModelError("quantization", f"int8 takes {_INT8_TURN} inputs at once, not {k}")
     levels, scales = _quantize_int8(_padded(weight), sharing)
-    return _packed(products.INT8, k, num_outputs, _panels(levels), _panels(scales), bias, sharing)
+    return _packed(_panels(levels), _panels(scales), bias)
 
 
 def _quantize_int8(weight: Tensor, sharing: int) -> tuple[Tensor, Tensor]:
@@ -142,20 +157,9 @@ def _panels(weight: Tensor) -> Tensor:
     return weight.view(-1, PANEL, weight.shape[1]).transpose(1, 2).contiguous()
 
 
-def _packed(
-    kind: int,
-    k: int,
-    num_outputs: int,
-    panels: Tensor,
-    scales: Tensor | None,
-    bias: Tensor | None,
-    sharing: int = 1,
-) -> Packed:
-    wide_bias = None if bias is None else _padded(bias[:, None])[:, 0].contiguous()
-    tensors = (panels, scales, wide_bias)
-    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    entry = np.array([*addresses, kind, k, len(panels), sharing], dtype=np.int64)
-    return Packed(entry, tuple(t for t in tensors if t is not None), num_outputs)
+def _packed(panels: Tensor, scales: Tensor | None, bias: Tensor | None) -> Packed:
+    wide_bias = None if bias is None else _padded(bias[:, None])[:, 0].contiguous().numpy()
+    return Packed(panels.numpy(), None if scales is None else scales.numpy(), wide_bias)
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:
