@@ -17,6 +17,7 @@ import torch
 
 from common import failpoints, rpc, wire
 from common.config import PROTOCOL_VERSION
+from common.listener import host_port
 from common.tls import TlsFiles
 from common.types import BlockRef, KVLayout
 from kv_transfer.base import TransportSettings
@@ -77,7 +78,7 @@ async def serve(args: argparse.Namespace) -> None:
         settings = transport_settings(args.folder, args.tls)
         exporters = make_exporters(args.transport, pool, settings)
         server = rpc.make_internal_server(TOKEN)
-        endpoint = rpc.endpoint("127.0.0.1", rpc.bind(server, "127.0.0.1", 0))
+        endpoint = host_port("127.0.0.1", rpc.bind(server, "127.0.0.1", 0))
         exports = Exports(pool, exporters, transfers, endpoint, args.lease_s)
         servicer = KVTransferServicer(exports, this_host(), PROTOCOL_VERSION)
         wire.worker_grpc.add_KVTransferServiceServicer_to_server(servicer, server)

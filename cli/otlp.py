@@ -21,7 +21,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 
-from common.rpc import bind, endpoint, make_internal_server, make_public_channel
+from common.listener import host_port
+from common.rpc import bind, make_internal_server, make_public_channel
 from common.wire import supervisor
 
 REQUEST_ID = "baton.request_id"
@@ -166,7 +167,7 @@ class OtlpReceiver:
         await self._server.start()
         if self._forward_to is not None:
             self._forwarder = asyncio.create_task(self._forward(self._forward_to))
-        return endpoint(host, actual)
+        return host_port(host, actual)
 
     def find(self, id_: str) -> supervisor.GetTraceResponse | None:
         return self._store.find(id_)

@@ -10,6 +10,7 @@ from cli.otlp import OtlpReceiver
 from cli.scaling import SCALABLE, Scaler
 from common import rpc
 from common.errors import ConfigError, InvalidRequest, Unavailable
+from common.listener import host_port
 from common.wire import supervisor as wire
 from common.wire import supervisor_grpc
 
@@ -30,7 +31,7 @@ class SupervisorServer(supervisor_grpc.SupervisorServiceServicer):
 
     async def start(self) -> None:
         port = rpc.bind(self._server, _HOST, 0)
-        self.address = rpc.endpoint(_HOST, port)
+        self.address = host_port(_HOST, port)
         await self._server.start()
 
     async def stop(self) -> None:

@@ -11,8 +11,6 @@ that vLLM's launcher uses, with shorter timers: without ``grpc.http2.ping_timeou
 goes unseen for 60 s. All the timers are in docs/design.md.
 """
 
-import errno
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common.boundary import Boundary, TokenChannel, TokenCheck
 from common.errors import ConfigError, Unsupported
+from common.listener import host_port, open_listener
 from common.status import abort_with, to_baton_error
 from common.tls import PublicTlsFiles, TlsFiles
 
@@ -37,7 +36,6 @@ __all__ = [
     "bind",
     "calling",
     "enable_reflection",
-    "endpoint",
     "make_internal_channel",
     "make_internal_server",
     "make_public_channel",
@@ -134,27 +132,12 @@ def bind(
         )
     try:
         if credentials is not None:
-            return server.add_secure_port(endpoint(host, port), credentials)
-        return server.add_insecure_port(endpoint(host, port))
+            return server.add_secure_port(host_port(host, port), credentials)
+        return server.add_insecure_port(host_port(host, port))
     except RuntimeError:
-        raise ConfigError(setting, _not_bound(host, port, setting)) from None
-
-
-def _not_bound(host: str, port: int, setting: str) -> str:
-    """Why; gRPC does not say."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        socket.create_server((host, port), family=family).close()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            flag = "--" + setting.replace("_", "-")
-            return f"{endpoint(host, port)} is taken; give another {flag}, 0 for a free one"
-        return f"cannot listen on {endpoint(host, port)}: {error.strerror}"
-    return f"cannot listen on {endpoint(host, port)}"
-
-
-def endpoint(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        # gRPC does not say why.
+        open_listener(host, port, setting).close()
+        raise ConfigError(setting, f"cannot listen on {host_port(host, port)}") from None
 
 
 def make_internal_channel(target: str, token: str, tls: TlsFiles | None = None) -> aio.Channel:

@@ -2,13 +2,12 @@
 
 import asyncio
 import logging
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
 
-from common.errors import ConfigError
+from common.listener import open_listener
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +33,7 @@ class WebServer:
 
     async def start(self) -> int:
         """Returns the port (0 means a free one). Raises ConfigError where it cannot listen."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        try:
-            listener = socket.create_server((self._host, self._port), family=family)
-        except OSError as error:
-            raise ConfigError(
-                self._setting, f"{self._host}:{self._port}: {error.strerror}"
-            ) from None
+        listener = open_listener(self._host, self._port, self._setting)
         for option in self._options:
             listener.setsockopt(*option)
         listener.setblocking(False)

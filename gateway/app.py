@@ -18,6 +18,7 @@ from grpc import aio
 from common import failpoints, rpc
 from common.admin import AdminServer
 from common.config import GatewaySettings, advertised, read_token
+from common.listener import host_port
 from common.logging import setup_logging
 from common.nats_bus import NatsBus
 from common.ready import announce
@@ -159,9 +160,9 @@ async def run(settings: GatewaySettings) -> int:
         announce(
             settings.gateway_id,
             "gateway",
-            grpc=rpc.endpoint(host, port),
-            admin=rpc.endpoint(host, admin_port),
-            http=rpc.endpoint(host, http_port),
+            grpc=host_port(host, port),
+            admin=host_port(host, admin_port),
+            http=host_port(host, http_port),
         )
         await _until_signal()
         await _drain(gateway, settings.drain_budget_s)

@@ -22,6 +22,7 @@ from grpc import aio
 from common import failpoints, rpc
 from common.admin import AdminServer
 from common.config import WorkerSettings, advertised, read_token
+from common.listener import host_port
 from common.logging import setup_logging
 from common.nats_bus import NatsBus
 from common.ready import announce
@@ -229,7 +230,7 @@ async def open_process(settings: WorkerSettings, role: Role) -> AsyncIterator[Pr
             compute=compute,
             transfers=transfers,
             server=server,
-            endpoints=Endpoints(rpc.endpoint(host, port), rpc.endpoint(host, admin_port)),
+            endpoints=Endpoints(host_port(host, port), host_port(host, admin_port)),
             signals=signals,
             pages=pages,
         )

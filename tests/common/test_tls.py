@@ -15,6 +15,7 @@ from common import rpc
 from common.bus import Message
 from common.config import DecodeSettings, load
 from common.errors import ConfigError
+from common.listener import host_port
 from common.nats_bus import NatsBus
 from common.nats_server import NatsServer
 from common.tls import TlsFiles, warn_if_open
@@ -47,7 +48,7 @@ async def serving(tls: TlsFiles | None) -> AsyncIterator[str]:
     await health.set_ready(True)
     await server.start()
     try:
-        yield rpc.endpoint("127.0.0.1", port)
+        yield host_port("127.0.0.1", port)
     finally:
         await server.stop(0)
 

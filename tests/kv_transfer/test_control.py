@@ -11,6 +11,7 @@ import pytest
 
 from common import rpc, wire
 from common.errors import InvalidRequest, LayoutMismatch, LeaseRefused, PeerLost, Unauthenticated
+from common.listener import host_port
 from kv_transfer.base import (
     CudaIpcAddress,
     DistAddress,
@@ -42,7 +43,7 @@ async def served(folder: Path, lease_s: float = 5.0) -> AsyncIterator[Served]:
         server = rpc.make_internal_server(TOKEN)
         servicer = KVTransferServicer(rig.exports, HOST, PROTOCOL)
         wire.worker_grpc.add_KVTransferServiceServicer_to_server(servicer, server)
-        endpoint = rpc.endpoint("127.0.0.1", rpc.bind(server, "127.0.0.1", 0))
+        endpoint = host_port("127.0.0.1", rpc.bind(server, "127.0.0.1", 0))
         rig.exports.endpoint = endpoint
         await server.start()
         control = GrpcKVControl("d-1", 12, LAYOUT, HOST, TOKEN, PROTOCOL)
