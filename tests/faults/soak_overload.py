@@ -21,9 +21,11 @@ from common.errors import Overloaded
 
 GOAL = GOALS["overload"][1]
 SECONDS = 10.0
-NUM_QUEUED = 16
-FLAGS = ["--num-blocks", "128", "--max-num-seqs", "4", "--step-delay-ms", "10", "--lease-s", "3",
-         "--max-queued-requests", str(NUM_QUEUED)]  # fmt: skip
+NUM_RUNNING, NUM_QUEUED = 4, 16
+FLAGS = [
+    *("--num-blocks", "128", "--max-num-seqs", str(NUM_RUNNING), "--step-delay-ms", "10"),
+    *("--lease-s", "3", "--max-queued-requests", str(NUM_QUEUED)),
+]
 LENGTHS = {"prompt_tokens": (20, 60), "max_tokens": (8, 16)}
 
 
@@ -43,14 +45,15 @@ async def overload(stage: Stage) -> None:
 
 
 async def _capacity(stage: Stage, cluster: Cluster) -> float:
-    """Requests a second of a closed loop that keeps all busy."""
+    """Requests a second of a closed loop that keeps all busy and the queue full."""
     loop = asyncio.get_running_loop()
-    load = Load(num_clients=12, pause_s=0.0, **LENGTHS)
+    load = Load(num_clients=NUM_RUNNING + NUM_QUEUED, pause_s=0.0, **LENGTHS)
     begun_s = loop.time()
     async with load.on([cluster.grpc], stage.rng.getrandbits(32)):
         await asyncio.sleep(SECONDS / 2)
     stage.judge(load.histories, "closed loop")
-    return len(load.histories) / (loop.time() - begun_s)
+    answered = sum(history.refusal is None for history in load.histories)
+    return answered / (loop.time() - begun_s)
 
 
 async def _open_loop(stage: Stage, cluster: Cluster, per_s: float) -> float:
