@@ -13,8 +13,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,11 +46,13 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The last program answers clients; one before it is a prefill server that they ask first."""
+    """The last program answers clients; one before it is a prefill server that they ask first.
+    ``polls``: its processes look for work all the time, and take a core each for that."""
 
     name: str
     model: str
     programs: Sequence[Program]
+    polls: bool = False
 
 
 @dataclass(slots=True)
@@ -59,6 +61,20 @@ class Contestant:
     command: str
     client: PeerClient
     processes: list[psutil.Process]
+    polls: bool
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Its processes stand still meanwhile, if they would poll."""
+        all_of_them = [p for parent in self.processes for p in (parent, *parent.children(True))]
+        held = all_of_them if self.polls else []
+        for process in held:
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in held:
+                process.resume()
 
     def memory_mb(self) -> dict[str, int]:
         """Resident size of every process."""
@@ -81,7 +97,10 @@ def contestants(given: argparse.Namespace) -> dict[str, Setup]:
         "llama.cpp": Setup("llama.cpp", name, [_llama(given.llama, entry)]),
         "vllm": Setup("vllm", folder, [_vllm(given.vllm, folder)]),
         "vllm-1p1d": Setup(
-            "vllm-1p1d", folder, [_vllm_half(given.vllm, folder, core) for core in (0, 1)]
+            "vllm-1p1d",
+            folder,
+            [_vllm_half(given.vllm, folder, core) for core in (0, 1)],
+            polls=True,
         ),
     }
 
@@ -147,6 +166,7 @@ async def started(setup: Setup) -> AsyncIterator[Contestant]:
                 "; ".join(shlex.join(program.arguments) for program in setup.programs),
                 client,
                 [psutil.Process(child.pid) for child in children],
+                setup.polls,
             )
         finally:
             for child in children:

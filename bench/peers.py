@@ -2,7 +2,8 @@
 
 ``python -m bench.peers [--pair llama|vllm|1p1d] [--rounds 3] [--llama BIN] [--vllm BIN]``
 
-1. Every server of a pair is started, and answers a warm-up; idle ones cost next to nothing.
+1. Every server of a pair is started, and answers a warm-up; idle ones cost next to nothing, and
+   those that would poll are stopped while another is measured.
 2. They take turns, round by round: 1, 8 and 32 concurrent requests (prompts of 128 tokens, 64 new
    ones, greedy, to the full length), then one prompt of 512. No two prompts share a token block.
 3. Ratios are of medians over the rounds; their spread is that of the ratios round by round.
@@ -15,7 +16,7 @@ import asyncio
 import json
 import statistics
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,11 @@ async def run_pair(pair: str, given: argparse.Namespace) -> dict[str, Any]:
             running.append(contestant)
         for _ in range(given.rounds):
             for contestant in running:
-                values = await one_round(contestant, pair)
+                with ExitStack() as others:
+                    for other in running:
+                        if other is not contestant:
+                            others.enter_context(other.held())
+                    values = await one_round(contestant, pair)
                 samples.setdefault(contestant.name, []).append(values)
         result["memory_mb"] = {one.name: one.memory_mb() for one in running}
     result["medians"] = {name: _medians(rounds) for name, rounds in samples.items()}

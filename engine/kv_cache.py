@@ -77,8 +77,6 @@ class KVCache:
     def slots(self, block_ids: Sequence[int], start: int, end: int) -> list[int]:
         """Slots of the positions ``start`` to ``end - 1`` of a sequence with this block table."""
         size, stride = self.block_size, self.rows_per_block
-        if end - start == 1:
-            return [block_ids[start // size] * stride + start % size]
         return [
             block_ids[position // size] * stride + position % size for position in range(start, end)
         ]

@@ -127,13 +127,17 @@ class TorchRunner:
         token_ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        slots_of = self._cache.slots
+        size, stride = self._cache.block_size, self._cache.rows_per_block
         for row in live:
             span = row.span
-            start, end = span.start, span.start + span.num_new
+            start = span.start
             token_ids += row.token_ids
-            positions += range(start, end)
-            slots += slots_of(span.block_ids, start, end)
+            if span.num_new == 1:  # without calls: there are hundreds of these
+                positions.append(start)
+                slots.append(span.block_ids[start // size] * stride + start % size)
+            else:
+                positions += range(start, span.context)
+                slots += self._cache.slots(span.block_ids, start, span.context)
         device = self._cache.device
         return self._model.forward(
             torch.tensor(token_ids, device=device),

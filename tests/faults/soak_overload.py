@@ -1,7 +1,7 @@
 """Arrivals at one, two and five times what the workers can do: goodput, refusals, memory.
 
-Capacity is what a closed loop gets in the same cluster just before. A request is good when its
-whole answer is right.
+Capacity is what the same cluster gives just before when it is offered twice what a closed loop
+gets. A request is good when its whole answer is right.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ LENGTHS = {"prompt_tokens": (20, 60), "max_tokens": (8, 16)}
 async def overload(stage: Stage) -> None:
     async with baton_up(stage.folder, flags=FLAGS) as cluster:
         while stage.goes_on("rounds", GOAL):
-            capacity = await _capacity(stage, cluster)
+            capacity = await _open_loop(stage, cluster, 2 * await _closed_loop(stage, cluster))
             gateway = psutil.Process(cluster.of_role("gateway")[0].pid)
             before = gateway.memory_info().rss
             good = {k: await _open_loop(stage, cluster, k * capacity) for k in (1, 2, 5)}
@@ -44,8 +44,8 @@ async def overload(stage: Stage) -> None:
         await until_clean(stage, cluster)
 
 
-async def _capacity(stage: Stage, cluster: Cluster) -> float:
-    """Requests a second of a closed loop that keeps all busy and the queue full."""
+async def _closed_loop(stage: Stage, cluster: Cluster) -> float:
+    """Good answers a second of a loop that keeps all busy and the queue full."""
     loop = asyncio.get_running_loop()
     load = Load(num_clients=NUM_RUNNING + NUM_QUEUED, pause_s=0.0, **LENGTHS)
     begun_s = loop.time()
