@@ -2,8 +2,8 @@
 
 1. Clients ask all the time. A refusal is allowed while something is broken, a wrong, repeated or
    missing token never.
-2. Each period the mix is drawn anew: a worker killed or frozen, NATS killed or frozen, messages
-   lost or doubled, blocks corrupted.
+2. Each period the mix is drawn anew: a worker killed, frozen or cut off, NATS killed or frozen,
+   messages lost or doubled, blocks corrupted.
 3. At the end everything is healed, and asked once more: now all must be answered right, and every
    ledger must be empty.
 """
@@ -11,8 +11,9 @@
 import asyncio
 import random
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import psutil
 from faults.figures import GOALS
@@ -20,6 +21,7 @@ from faults.load import Load
 from faults.soak_kills import until_clean
 from faults.stage import Stage
 from support.cluster import Cluster, Process, baton_up
+from support.cut_proxy import CutProxy, cut_proxy
 
 from common.failpoints import OBEYED
 
@@ -30,39 +32,47 @@ Fault = Callable[[Cluster, random.Random], Awaitable[None]]
 
 
 async def chaos(stage: Stage) -> None:
-    async with baton_up(
-        stage.folder, prefill=2, decode=2, flags=FLAGS, allow_tracebacks=True
-    ) as cluster:
+    async with (
+        baton_up(stage.folder, prefill=2, decode=2, flags=FLAGS, allow_tracebacks=True) as cluster,
+        cut_proxy() as one,
+        cut_proxy() as other,
+        cluster.another("prefill", *one.flags) as prefill,
+        cluster.another("decode", *other.flags) as decode,
+    ):
+        faults = {**FAULTS, "workers cut off": partial(_cut, [one, other])}
         load = Load(num_clients=12)
         async with load.on([cluster.grpc], stage.seed):
             while stage.goes_on("periods", GOAL):
-                await _period(stage, cluster)
+                await _period(stage, cluster, faults)
             await _heal(cluster)
+            for worker in (prefill, decode):
+                await cluster.until_known(worker.id)
         stage.judge(load.histories, "chaos")
         healed = Load(num_clients=8, patience_s=20.0)
         async with healed.on([cluster.grpc], stage.seed + 1):
             await healed.until_more(32)
         stage.judge(healed.histories, "healed")
         stage.figures.counts["lost"] += sum(h.refusal is not None for h in healed.histories)
-        await until_clean(stage, cluster)
+        await until_clean(stage, cluster, prefill, decode)
 
 
-async def _period(stage: Stage, cluster: Cluster) -> None:
+async def _period(stage: Stage, cluster: Cluster, faults: Mapping[str, Fault]) -> None:
     counts = stage.figures.counts
     counts["periods"] += 1
-    names = stage.rng.sample(sorted(FAULTS), stage.rng.choice([0, 1, 1, 2]))
+    names = stage.rng.sample(sorted(faults), stage.rng.choice([0, 1, 1, 2]))
     async with asyncio.TaskGroup() as group:
         group.create_task(asyncio.sleep(PERIOD_S))
         for name in names:
             counts[name] += 1
-            group.create_task(_do(name, cluster, random.Random(stage.rng.getrandbits(64))))
+            fault = faults[name](cluster, random.Random(stage.rng.getrandbits(64)))
+            group.create_task(_do(fault))
     counts["quiet periods"] += not names
 
 
-async def _do(name: str, cluster: Cluster, rng: random.Random) -> None:
+async def _do(fault: Awaitable[None]) -> None:
     # The victim may have died of the fault before it and not be back yet.
     with suppress(ProcessLookupError, psutil.NoSuchProcess):
-        await FAULTS[name](cluster, rng)
+        await fault
 
 
 async def _heal(cluster: Cluster) -> None:
@@ -97,6 +107,14 @@ async def _freeze(cluster: Cluster, rng: random.Random) -> None:
     finally:
         with suppress(ProcessLookupError):
             process.kill(signal.SIGCONT)
+
+
+async def _cut(proxies: Sequence[CutProxy], cluster: Cluster, rng: random.Random) -> None:
+    """NATS still hears the worker, nobody reaches it."""
+    proxy = rng.choice(proxies)
+    proxy.cut()
+    await asyncio.sleep(rng.uniform(1, 8))
+    proxy.heal()
 
 
 async def _kill_nats(cluster: Cluster, rng: random.Random) -> None:

@@ -148,9 +148,10 @@ async def _kill(victim: Process, place: str, rng: random.Random) -> str:
     return "any moment"
 
 
-async def until_clean(stage: Stage, cluster: Cluster) -> None:
+async def until_clean(stage: Stage, cluster: Cluster, *others: Process) -> None:
+    """Also of ``others``, which `baton up` did not start."""
     try:
-        await cluster.until_clean()
+        await cluster.until_clean(others=others)
     except AssertionError as error:
         stage.figures.counts["leaked"] += 1
         stage.figures.example(f"seed {stage.seed}: {error}")

@@ -107,10 +107,11 @@ class Cluster:
         with urllib.request.urlopen(request, timeout=10):
             pass
 
-    async def held(self) -> list[str]:
-        """What anyone still holds; empty when every ledger is as it was at the start."""
+    async def held(self, others: Sequence[Process] = ()) -> list[str]:
+        """What anyone still holds, ``others`` as well, which `baton up` did not start; empty when
+        every ledger is as it was at the start."""
         held = []
-        for process in self.processes:
+        for process in (*self.processes, *others):
             page = "gateway" if process.role == "gateway" else "statistics"
             found = _busy(await self.debug(process, page))
             if process.role != "gateway":
@@ -123,10 +124,10 @@ class Cluster:
             held += [f"{process.id}: {what}" for what in found]
         return held
 
-    async def until_clean(self, timeout_s: float = 10.0) -> None:
+    async def until_clean(self, timeout_s: float = 10.0, others: Sequence[Process] = ()) -> None:
         """Until nobody holds anything."""
         deadline_s = time.monotonic() + timeout_s
-        while held := await self.held():
+        while held := await self.held(others):
             assert time.monotonic() < deadline_s, f"after {timeout_s:g} s still held: {held}"
             await asyncio.sleep(_POLL_S)
 
