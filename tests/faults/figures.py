@@ -31,6 +31,7 @@ GOALS = {
     "rolling": ("rounds", 3),
     "overload": ("rounds", 3),
     "chaos": ("periods", 60),
+    "steady": ("minutes", 60),
 }
 # Anything but zero in one of these is a fault.
 FAULTS = ("wrong", "leaked", "lost", "undetected", "false_alarms")

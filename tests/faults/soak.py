@@ -25,6 +25,7 @@ from faults import (
     soak_nats,
     soak_overload,
     soak_rolling,
+    soak_steady,
 )
 from faults.stage import Stage
 
@@ -39,6 +40,7 @@ PHASES: dict[str, Phase] = {
     "rolling": soak_rolling.rolling,
     "overload": soak_overload.overload,
     "chaos": soak_chaos.chaos,
+    "steady": soak_steady.steady,
 }
 
 
