@@ -90,6 +90,8 @@ LOST = [
 ]  # fmt: skip
 RAISED = [Scenario(place, "raise@1") for place in FAILPOINTS if place not in OBEYED]
 LATE = [Scenario(place, "sleep:0.5@1") for place in FAILPOINTS]
+# Of the quick scenarios: one run, and four more.
+SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(11, 15))]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -112,10 +114,11 @@ async def test_all_places_that_obey_are_in_the_table() -> None:
 
 @pytest.mark.fault("F2", "F5", "F21", "F28")
 @pytest.mark.parametrize("scenario", LOST, ids=str)
+@pytest.mark.parametrize("seed", SEEDS)
 async def test_lost_doubled_or_corrupted(
-    cluster: Cluster, client: BatonClient, scenario: Scenario
+    cluster: Cluster, client: BatonClient, scenario: Scenario, seed: int
 ) -> None:
-    for history in await _run(cluster, client, scenario, seed=1):
+    for history in await _run(cluster, client, scenario, seed):
         assert history.refusal is None or scenario.leaves, f"{scenario}: {history.refusal}"
 
 
