@@ -54,15 +54,22 @@ def fill_kernel_cache() -> None:
 def pack_weights(entry: Path, quantization: str) -> None:
     """Puts an entry's weights into the order that compiled kernels read (a few seconds), in a
     child, for workers that may not write there. Without numba it does nothing. Raises ModelError
-    for weights that cannot be used."""
-    if _numba_version() is not None:
-        command = [sys.executable, "-c", _PACK, str(entry), quantization]
-        environment = {**os.environ, **kernel_cache()}
-        packed = subprocess.run(
-            command, cwd=_ROOT, env=environment, stderr=subprocess.PIPE, text=True, check=False
-        )
-        if packed.returncode:
-            raise ModelError("model", packed.stderr.strip().rpartition("\n")[2])
+    for weights that cannot be used; what it says else goes on to stderr."""
+    if _numba_version() is None:
+        return
+    packed = subprocess.run(
+        [sys.executable, "-c", _PACK, str(entry.resolve()), quantization],
+        cwd=_ROOT, env={**os.environ, **kernel_cache()},
+        stderr=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    last = packed.stderr.strip().rpartition("\n")[2]
+    if packed.returncode:
+        setting, _, text = last.partition(": ")
+        raise ModelError(*(
+            (setting, text) if text else ("model", f"packing ended with {packed.returncode}")
+        ))  # fmt: skip
+    if last:
+        sys.stderr.write(f"{last}\n")
 
 
 def _numba_version() -> str | None:

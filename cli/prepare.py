@@ -32,10 +32,10 @@ def prepare(
         Path | None,
         typer.Option(help="make this a link to the entry, in place of an older one"),
     ] = None,
-    quantization: Annotated[
-        Quantization,
-        typer.Option(help="what workers will serve it in, on CPUs", envvar="BATON_QUANTIZATION"),
-    ] = "none",
+    pack: Annotated[
+        Quantization | None,
+        typer.Option(help="also pack the weights as workers on CPUs read them, for all to share"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help='print {"model": DIR}')] = False,
 ) -> None:
     """Prepare a model for serving, once; `up` does it by itself."""
@@ -46,8 +46,9 @@ def prepare(
         )
         progress("compiling", 0, 1)
         fill_kernel_cache()
-        progress("packing", 0, 1)
-        pack_weights(entry, quantization)
+        if pack is not None:
+            progress("packing", 0, 1)
+            pack_weights(entry, pack)
     if link is not None:
         _point(link, entry)
     if as_json:

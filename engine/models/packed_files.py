@@ -1,18 +1,22 @@
 """Packed weights on disk: packed once, mapped by all workers of the machine.
 
-Beside an entry's weights lies a folder ``packed-<quantization>-<key>`` with one ``.npy`` file for
-each kind of array; those in ``layers`` hold all layers, one after the other. Whoever needs it and
-finds none packs the weights, a layer at a time, and renames the folder into place; two at once take
-turns. Where the entry cannot be written, the weights are packed into the process's own memory.
+Beside an entry's weights lies a folder ``packed-<quantization>-<key>`` with one file of bare
+numbers for each kind of array; those in ``layers`` hold all layers, one after the other. `INDEX`
+names them all with dtype and shape, so that a folder of which something is missing is known for
+what it is. Whoever needs it and finds none packs the weights, a layer at a time, and renames the
+folder into place; two at once take turns. Where the entry cannot be written, the weights are packed
+into the process's own memory.
 """
 
 import fcntl
 import hashlib
 import json
 import logging
+import os
 import shutil
 import sys
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,99 +24,139 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.errors import ConfigError, ModelError
+from common.errors import BatonError, ModelError
 from engine.kernels.cpu import packing, tiles
 from engine.kernels.cpu.kernels import check_model
-from engine.models import packed
+from engine.models import llama, packed, weights
 from engine.models.config import ModelEntry, read_entry
 from engine.models.llama import OpenWeights, open_weights
-from engine.models.packed import PackedModel, layer_arrays, model_of, other_arrays, pack_model
+from engine.models.packed import (
+    Arrays,
+    PackedModel,
+    layer_arrays,
+    model_of,
+    other_arrays,
+    pack_model,
+)
 
 log = logging.getLogger(__name__)
+
+# Name, dtype and shape of each array, by path.
+INDEX = "index.json"
+_LAYERS = "layers"
+# Of each quantization: that of this code, and one of another that shares the cache.
+_FOLDERS_KEPT = 2
 
 
 def load_packed(entry: ModelEntry, quantization: str) -> PackedModel:
     """Maps what is packed, and packs it first where nobody did. Raises ModelError."""
+    try:
+        return _packed_files(entry, quantization)
+    except OSError as error:
+        log.info("weights are packed in memory, since the entry takes no file: %s", error.strerror)
+    with _fp32(entry) as opened:
+        return pack_model(opened, quantization)
+
+
+def prepare(directory: Path, quantization: str) -> None:
+    """Packs an entry's weights before anyone serves them, if the model can be compiled. SystemExit
+    with one line where they are no good; says on stderr where they cannot be written."""
+    try:
+        entry = read_entry(directory)
+        check_model(entry.config, torch.float32, torch.device("cpu"))
+        _packed_files(entry, quantization)
+    except ModelError as error:
+        raise SystemExit(error.message) from None
+    except (BatonError, OSError) as error:
+        sys.stderr.write(f"baton: weights are not packed: {error}\n")
+
+
+def _packed_files(entry: ModelEntry, quantization: str) -> PackedModel:
+    """Raises ModelError, and OSError where they can be neither read nor written."""
     folder = entry.directory / f"packed-{quantization}-{_key(entry)}"
     mapped = _mapped(folder)
     if mapped is not None:
         return mapped
-    try:
-        with (entry.directory / ".packed.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.exists() or _mapped(folder) is None:
-                _write(folder, entry, quantization)
+    with (entry.directory / ".packed.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         mapped = _mapped(folder)
-    except OSError as error:
-        log.info("weights are packed in memory, since the entry takes no file: %s", error.strerror)
-    if mapped is not None:
-        return mapped
-    with _fp32(entry) as weights:
-        return pack_model(weights, quantization)
-
-
-def prepare(directory: Path, quantization: str) -> None:
-    """Packs an entry's weights before anyone serves them, if it is CPUs that will and the model can
-    be compiled. SystemExit with one line where the weights are no good."""
-    entry = read_entry(directory)
-    try:
-        check_model(entry.config, torch.float32, torch.device("cpu"))
-        if not torch.cuda.is_available():
-            load_packed(entry, quantization)
-    except ModelError as error:
-        raise SystemExit(error.message) from None
-    except ConfigError as error:
-        log.info("weights are not packed: %s", error.message)
+        if mapped is None:
+            _write(folder, entry, quantization)
+            mapped = _mapped(folder)
+    if mapped is None:
+        raise OSError(None, "what was written cannot be read")
+    return mapped
 
 
 def _mapped(folder: Path) -> PackedModel | None:
-    """None where there is none that can be read whole."""
+    """None where something is missing or not as the index says."""
+    layers: Arrays = {}
+    others: Arrays = {}
     try:
-        others = {path.stem: _map(path) for path in folder.glob("*.npy")}
-        stacked = {path.stem: _map(path) for path in (folder / "layers").glob("*.npy")}
-        num_layers = min((len(array) for array in stacked.values()), default=0)
-        layers = [{name: stacked[name][index] for name in stacked} for index in range(num_layers)]
-        return model_of(others, layers)
-    except (OSError, ValueError, EOFError, KeyError):
+        index = json.loads((folder / INDEX).read_text())
+        for path, (dtype, shape) in index.items():
+            array = np.memmap(folder / path, dtype, mode="r", shape=tuple(shape)).view(np.ndarray)
+            if array.nbytes != (folder / path).stat().st_size:
+                return None
+            part, _, name = path.rpartition("/")
+            (layers if part == _LAYERS else others)[name] = array
+        (num_layers,) = {len(array) for array in layers.values()}
+        each = [{name: array[i] for name, array in layers.items()} for i in range(num_layers)]
+        return model_of(others, each)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _map(path: Path) -> NDArray[np.generic]:
-    array: NDArray[np.generic] = np.load(path, mmap_mode="r").view(np.ndarray)
-    return array
-
-
 def _write(folder: Path, entry: ModelEntry, quantization: str) -> None:
-    """A folder is whole or not there; those of other kernels or other weights go."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    (temporary / "layers").mkdir(parents=True)
+    """A folder is whole or not there."""
+    beside = entry.directory
+    for left in beside.glob(f".packed-{quantization}-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    temporary = beside / f".{folder.name}.tmp"
+    (temporary / _LAYERS).mkdir(parents=True)
     try:
-        with _fp32(entry) as weights, ExitStack() as files:
-            opened: dict[str, BinaryIO] = {}
-            for layer in weights.layers:
-                for name, array in layer_arrays(layer, quantization).items():
-                    if name not in opened:
-                        path = temporary / "layers" / f"{name}.npy"
-                        opened[name] = files.enter_context(path.open("wb"))
-                        shape = (entry.config.num_layers, *array.shape)
-                        _write_header(opened[name], array.dtype, shape)
-                    opened[name].write(array.data)
-            for name, array in other_arrays(weights, quantization).items():
-                np.save(temporary / f"{name}.npy", array)
-        for older in folder.parent.glob(f"packed-{quantization}-*"):
-            shutil.rmtree(older)
+        with _fp32(entry) as opened:
+            _write_arrays(temporary, opened, entry.config.num_layers, quantization)
+        if folder.exists():  # and not whole
+            folder.rename(beside / f".{folder.name}.old")
         temporary.rename(folder)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in beside.glob(f".packed-{quantization}-*"):
+            shutil.rmtree(left, ignore_errors=True)
+    _remove_older(beside, quantization)
 
 
-def _write_header(file: BinaryIO, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> None:
-    """Data begins at a multiple of 64 bytes, by the format."""
-    header = {
-        "descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape,
-    }  # fmt: skip
-    np.lib.format.write_array_header_1_0(file, header)
+def _write_arrays(folder: Path, opened: OpenWeights, num_layers: int, quantization: str) -> None:
+    """All of it, then the index."""
+    index: dict[str, tuple[str, list[int]]] = {}
+    with ExitStack() as stack:
+        files: dict[str, BinaryIO] = {}
+
+        def write(path: str, array: NDArray[np.generic], shape: Sequence[int]) -> None:
+            if path not in files:
+                index[path] = (array.dtype.str, list(shape))
+                files[path] = stack.enter_context((folder / path).open("wb"))
+            files[path].write(array.data)
+
+        for layer in opened.layers:
+            for name, array in layer_arrays(layer, quantization).items():
+                write(f"{_LAYERS}/{name}", array, (num_layers, *array.shape))
+        for name, array in other_arrays(opened, quantization).items():
+            write(name, array, array.shape)
+        for file in files.values():
+            # A file whose pages were lost with the power would read as zeros.
+            file.flush()
+            os.fsync(file.fileno())
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def _remove_older(beside: Path, quantization: str) -> None:
+    """By renaming first, since somebody may be about to map it; at the next write if not now."""
+    folders = sorted(beside.glob(f"packed-{quantization}-*"), key=lambda path: path.stat().st_mtime)
+    for older in folders[:-_FOLDERS_KEPT]:
+        with suppress(OSError):
+            hidden = older.rename(beside / f".{older.name}.old")
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _fp32(entry: ModelEntry) -> AbstractContextManager[OpenWeights]:
@@ -120,11 +164,14 @@ def _fp32(entry: ModelEntry) -> AbstractContextManager[OpenWeights]:
 
 
 def _key(entry: ModelEntry) -> str:
-    """Of whatever makes other bytes: the code that packs, the config and the weights."""
+    """Of whatever makes other bytes: the code that reads and packs, the config and the weights."""
     digest = hashlib.sha256()
-    for source in (packing, tiles, packed, sys.modules[__name__]):
+    for source in (llama, weights, packing, tiles, packed, sys.modules[__name__]):
         digest.update(Path(str(source.__file__)).read_bytes())
-    digest.update((entry.directory / "config.json").read_bytes())
-    stats = [path.stat() for path in entry.weight_files]
-    digest.update(json.dumps([(stat.st_size, stat.st_mtime_ns) for stat in stats]).encode())
+    for path in (entry.directory / "config.json", *entry.weight_files):
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise ModelError("model", f"cannot read {path}: {error.strerror}") from None
+        digest.update(json.dumps([stat.st_size, stat.st_mtime_ns]).encode())
     return digest.hexdigest()[:12]

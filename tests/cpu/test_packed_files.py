@@ -17,6 +17,7 @@ from engine.models.config import ModelEntry, read_entry
 from engine.models.packed import PackedModel, pack_model
 from engine.models.packed_files import load_packed
 
+DAMAGED = ("layers/down.panels", "layers/post_norm", "head.panels", "layers")
 # What int4 and the compiled step can take.
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 
@@ -86,7 +87,7 @@ def test_two_at_once_pack_once(entry: ModelEntry, monkeypatch: pytest.MonkeyPatc
         assert_same(model, in_memory(entry, "int8"))
 
 
-def test_other_weights_are_packed_anew_and_the_old_ones_go(entry: ModelEntry) -> None:
+def test_other_weights_are_packed_anew_and_the_oldest_go(entry: ModelEntry) -> None:
     load_packed(entry, "int8")
     load_packed(entry, "none")
     before = folders(entry)
@@ -94,21 +95,43 @@ def test_other_weights_are_packed_anew_and_the_old_ones_go(entry: ModelEntry) ->
     (weights,) = entry.weight_files
     os.replace(other / weights.name, weights)
     assert_same(load_packed(entry, "none"), in_memory(entry))
-    after = folders(entry)
-    assert len(after) == 2 and len(set(after) & set(before)) == 1
+    assert len(set(folders(entry)) - set(before)) == 1
+    weights.touch()
+    load_packed(entry, "none")
+    names = folders(entry)
+    assert len([name for name in names if "none" in name]) == 2, "the oldest was not removed"
+    assert len([name for name in names if "int8" in name]) == 1
 
 
-@pytest.mark.parametrize("damage", ["cut", "removed", "emptied"])
-def test_a_damaged_folder_is_made_again(entry: ModelEntry, damage: str) -> None:
+@pytest.mark.parametrize(
+    "path", ["layers/down.panels", "layers/post_norm", "head.panels", "layers"]
+)
+@pytest.mark.parametrize("damage", ["cut", "longer", "removed"])
+def test_a_damaged_folder_is_made_again(entry: ModelEntry, path: str, damage: str) -> None:
+    load_packed(entry, "int8")
+    (folder,) = entry.directory.glob("packed-*")
+    victim = folder / path
+    if damage == "removed" or victim.is_dir():
+        victim.rename(entry.directory / "gone")
+    else:
+        os.truncate(victim, victim.stat().st_size + {"cut": -1, "longer": 64}[damage])
+    assert_same(load_packed(entry, "int8"), in_memory(entry, "int8"))
+    assert victim.exists() and len(folders(entry)) == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"layers/a": 1}', '{"final_norm": ["x", [3]]}'])
+def test_an_index_that_is_none(entry: ModelEntry, text: str) -> None:
     load_packed(entry, "none")
     (folder,) = entry.directory.glob("packed-*")
-    path = folder / "layers" / "down.panels.npy"
-    if damage == "removed":
-        path.unlink()
-    else:
-        os.truncate(path, 0 if damage == "emptied" else path.stat().st_size - 1)
+    (folder / packed_files.INDEX).write_text(text)
     assert_same(load_packed(entry, "none"), in_memory(entry))
-    assert path.exists()
+
+
+def test_a_killed_writer_leaves_nothing_for_ever(entry: ModelEntry) -> None:
+    left = entry.directory / ".packed-none-0123456789ab.tmp" / "layers"
+    left.mkdir(parents=True)
+    load_packed(entry, "none")
+    assert not left.exists()
 
 
 def test_an_entry_that_takes_no_file_is_packed_in_memory(entry: ModelEntry) -> None:
@@ -117,19 +140,32 @@ def test_an_entry_that_takes_no_file_is_packed_in_memory(entry: ModelEntry) -> N
     assert not folders(entry)
 
 
-def test_a_full_disk_leaves_nothing(entry: ModelEntry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_nothing(
+    entry: ModelEntry, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(packed_files, "_write_header", full)
+    monkeypatch.setattr(packed_files.os, "fsync", full)
     assert_same(load_packed(entry, "none"), in_memory(entry))
     assert not folders(entry)
+    packed_files.prepare(entry.directory, "none")
+    assert "not packed: [Errno 28] No space" in capsys.readouterr().err
 
 
-def test_preparing_packs_and_names_what_is_wrong(entry: ModelEntry) -> None:
-    pack_weights(entry.directory, "none")
+def test_preparing_packs_and_names_what_is_wrong(
+    entry: ModelEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(entry.directory.parent)
+    relative = Path(entry.directory.name)
+    pack_weights(relative, "none")
     assert len(folders(entry)) == 1
     (weights,) = entry.weight_files
     os.truncate(weights, weights.stat().st_size // 2)
-    with pytest.raises(ModelError, match="truncated or corrupt"):
-        pack_weights(entry.directory, "none")
+    with pytest.raises(ModelError, match=r"^model: .* is truncated or corrupt"):
+        pack_weights(relative, "none")
+    weights.unlink()
+    with pytest.raises(ModelError, match=r"^model: cannot read .*safetensors: No such file"):
+        pack_weights(relative, "none")
+    with pytest.raises(ModelError, match=r"^model: cannot read .*safetensors: No such file"):
+        load_packed(entry, "none")
