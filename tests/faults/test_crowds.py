@@ -122,6 +122,9 @@ async def test_a_worker_that_gets_no_more_memory(cluster: Cluster) -> None:
         load = Load(num_clients=16)
         async with load.on([cluster.grpc], seed=7):
             await load.until_more(60)
+    # A process without memory may say anything.
+    for log in cluster.log.parent.glob("another-decode-*.log"):
+        log.unlink()
     for history in load.histories:
         assert history.faults() == [], history.refusal
     await cluster.until_clean(15)
