@@ -10,11 +10,13 @@ from functools import partial
 from common.errors import TransferError
 from common.telemetry import Telemetry, carrier_from
 from common.types import (
+    ChunkRecord,
     EngineEvent,
     ImportReady,
     LocalPrefill,
     Offer,
     SequenceFailed,
+    SequenceId,
     SequenceOutput,
     SequenceSpec,
     StepRecord,
@@ -251,32 +253,55 @@ class Running:
     # ------------------------------------------------------------ what the engine says
 
     def on_events(self, events: Sequence[EngineEvent], record: StepRecord | None) -> None:
+        """A bug in what is done for one sequence ends that one; the others hear their news."""
         messages = StepMessages()
         # Before the tokens: the last chunk of a prompt may also be the end of its sequence.
         if record is not None:
             for chunk in record.chunks:
-                if (sequence := self._table.of_engine(chunk.seq_id)) is not None:
-                    sequence.spans.chunk(record, chunk)
-                    self._landed(sequence)
+                try:
+                    self._on_chunk(record, chunk)
+                except Exception:
+                    log.exception("a bug in the records of a chunk")
+                    self._give_up(chunk.seq_id)
         for event in events:
-            sequence = self._table.of_engine(event.seq_id)
-            if isinstance(event, ImportReady):
-                self._on_import_ready(sequence, event)
-            elif sequence is None:
-                continue
-            elif isinstance(event, SequenceOutput):
-                messages.add(sequence, event)
-                if record is not None:
-                    sequence.spans.tokens(record, event)
-                self._landed(sequence)
-                if event.finish_reason is not None:
-                    self.counters.finished += 1
-                    self._end(sequence, None)
-            else:
-                self._on_failed(sequence, event)
+            try:
+                self._on_event(event, record, messages)
+            except Exception:
+                log.exception("a bug in what a step means for a sequence")
+                self._give_up(event.seq_id)
         now_s = asyncio.get_running_loop().time()
         messages.send(record.end_s if record is not None else now_s)
         self._snapshot.step_done(record)
+
+    def _on_chunk(self, record: StepRecord, chunk: ChunkRecord) -> None:
+        if (sequence := self._table.of_engine(chunk.seq_id)) is not None:
+            sequence.spans.chunk(record, chunk)
+            self._landed(sequence)
+
+    def _on_event(
+        self, event: EngineEvent, record: StepRecord | None, messages: StepMessages
+    ) -> None:
+        sequence = self._table.of_engine(event.seq_id)
+        if isinstance(event, ImportReady):
+            self._on_import_ready(sequence, event)
+        elif sequence is None:
+            return
+        elif isinstance(event, SequenceOutput):
+            messages.add(sequence, event)
+            if record is not None:
+                sequence.spans.tokens(record, event)
+            self._landed(sequence)
+            if event.finish_reason is not None:
+                self.counters.finished += 1
+                self._end(sequence, None)
+        else:
+            self._on_failed(sequence, event)
+
+    def _give_up(self, seq_id: SequenceId) -> None:
+        if (sequence := self._table.of_engine(seq_id)) is not None:
+            self.counters.failed += 1
+            self._tell_ended(sequence, wire.END_REASON_FAILED, "internal")
+            self._end(sequence, "internal")
 
     def _on_import_ready(self, sequence: DecodeSequence | None, ready: ImportReady) -> None:
         if sequence is None:

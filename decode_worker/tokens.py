@@ -1,11 +1,15 @@
 """The tokens of one engine step, as one message a gateway."""
 
+import logging
+
 from common import failpoints
 from common.types import SequenceOutput
 from common.wire import finish_reason_to_proto, logprobs_to_proto
 from common.wire import worker as wire
 from decode_worker.link import GatewayLink
 from decode_worker.sequences import DecodeSequence
+
+log = logging.getLogger(__name__)
 
 
 class StepMessages:
@@ -21,12 +25,20 @@ class StepMessages:
 
     def send(self, step_end_s: float) -> None:
         for link, message in self._by_link.items():
-            action = failpoints.hit("decode.before_send")
-            if action == failpoints.DROP:
-                continue
-            link.send(message, step_end_s)
-            if action == failpoints.DUP:
-                link.send(message, step_end_s)
+            try:
+                _send(link, message, step_end_s)
+            except Exception:
+                # To this gateway as if they were lost on the way; the others get theirs.
+                log.exception("a bug in the sending of a step's tokens")
+
+
+def _send(link: GatewayLink, message: wire.StreamResponse, step_end_s: float) -> None:
+    action = failpoints.hit("decode.before_send")
+    if action == failpoints.DROP:
+        return
+    link.send(message, step_end_s)
+    if action == failpoints.DUP:
+        link.send(message, step_end_s)
 
 
 def _fill(message: wire.SequenceTokens, sequence: DecodeSequence, output: SequenceOutput) -> None:

@@ -261,20 +261,26 @@ class Jobs:
 
     def on_events(self, events: Sequence[EngineEvent], record: StepRecord | None) -> None:
         if record is not None:
-            self._on_step(record)
+            try:
+                self._on_step(record)
+            except Exception:
+                # Those of its prompts that ended are told below: their blocks wait for it.
+                log.exception("a bug in the records of a step")
         for event in events:
-            job = self._by_seq.get(event.seq_id)
-            if isinstance(event, SequenceOutput):
-                if job is not None and not job.outcome.done():
-                    job.end(event)
-                elif event.held:
-                    # Finished in the very step that came before its abort.
-                    seq_id = event.seq_id
-                    self._tell(partial(Engine.release_lease, seq_id=seq_id))
-            elif isinstance(event, SequenceFailed) and job is not None:
-                log.warning("request %s: %s", job.spec.request_id, event.detail)
-                job.end(JobEnd(event.reason))
+            self._on_event(event)
         self._snapshot.step_done(record)
+
+    def _on_event(self, event: EngineEvent) -> None:
+        job = self._by_seq.get(event.seq_id)
+        if isinstance(event, SequenceOutput):
+            if job is not None and not job.outcome.done():
+                job.end(event)
+            elif event.held:
+                # Finished in the very step that came before its abort.
+                self._tell(partial(Engine.release_lease, seq_id=event.seq_id))
+        elif isinstance(event, SequenceFailed) and job is not None:
+            log.warning("request %s: %s", job.spec.request_id, event.detail)
+            job.end(JobEnd(event.reason))
 
     def _on_step(self, record: StepRecord) -> None:
         for chunk in record.chunks:
