@@ -62,6 +62,7 @@ class Scenario:
 
 SLOW_COPY = "decode.copy_block=sleep:0.3"
 SLOW_ACCEPT = "gateway.before_accept_reply=sleep:0.1"
+SLOW_CLAIM = "export.before_claim_reply=sleep:0.2"
 LOST = [
     Scenario("gateway.before_publish", "drop@1"),
     Scenario("gateway.before_publish", "dup"),
@@ -83,7 +84,7 @@ LOST = [
     Scenario("export.before_claim_reply", "drop@1"),
     Scenario("export.before_renew_reply", "drop@1", max_tokens=400),
     Scenario("export.before_settle_reply", "drop@1"),
-    Scenario("export.before_release_reply", "drop@1", leaves=True),
+    Scenario("export.before_release_reply", "drop@1", also=SLOW_CLAIM, leaves=True),
     Scenario("transfer.corrupt_block", "corrupt@2"),
     Scenario("transfer.corrupt_checksum", "corrupt@2"),
     Scenario("worker.report", "drop@1"),
