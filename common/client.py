@@ -28,6 +28,7 @@ from common.rpc import (
     public_credentials,
     to_baton_error,
 )
+from common.status import is_lost_connection
 from common.types import FinishReason, PhasesMs, TokenId, TokenLogprobs, Usage
 from common.wire import (
     finish_reason_from_proto,
@@ -160,12 +161,16 @@ class BatonClient:
                 request, timeout=tries.left_s(now_s), metadata=self._metadata
             )
             started = False
+            num_ended = 0
             try:
                 async for response in call:
                     started = True
+                    num_ended += response.HasField("complete")
                     yield _chunk(response)
                 return
             except grpc.RpcError as error:
+                if num_ended == n and is_lost_connection(error):
+                    return  # all was said
                 delay_s = tries.delay_s(_failure(error, self._target), started)
             finally:
                 call.cancel()
@@ -241,12 +246,16 @@ class SyncBatonClient:
                 request, timeout=tries.left_s(time.monotonic()), metadata=self._metadata
             )
             started = False
+            num_ended = 0
             try:
                 for response in call:
                     started = True
+                    num_ended += response.HasField("complete")
                     yield _chunk(response)
                 return
             except grpc.RpcError as error:
+                if num_ended == n and is_lost_connection(error):
+                    return  # all was said
                 delay_s = tries.delay_s(_failure(error, self._target), started)
             finally:
                 call.cancel()

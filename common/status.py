@@ -72,6 +72,11 @@ _BY_CODE: Final[dict[str, type[BatonError]]] = {
 }
 
 
+def is_lost_connection(error: grpc.RpcError) -> bool:
+    """Whether a call ended because its connection broke, rather than by what a gateway said."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and rpc_status.from_call(error) is None
+
+
 def to_baton_error(error: grpc.RpcError) -> BatonError:
     """What a failed call raised, synchronous or not, as one of our errors: the inverse of
     `abort_with`, and a sensible guess for statuses that gRPC itself made."""

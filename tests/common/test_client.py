@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -25,6 +25,8 @@ class Gateway(inference_grpc.InferenceServiceServicer):
         self.error: errors.BatonError = errors.Unavailable("draining", retry_after_s=0.05)
         self.requests: list[inference.GenerateRequest] = []
         self.hold = False
+        # What comes between the last message and the status.
+        self.after_all: Callable[[], Awaitable[None]] | None = None
         self.cancelled = threading.Event()
 
     async def Generate(
@@ -56,6 +58,8 @@ class Gateway(inference_grpc.InferenceServiceServicer):
             text="b",
         )
         yield inference.GenerateResponse(complete=complete)
+        if self.after_all is not None:
+            await self.after_all()
 
     async def GetModelInfo(
         self, request: inference.GetModelInfoRequest, context: Any
@@ -142,6 +146,72 @@ async def test_never_after_the_first_token(generate: Generate) -> None:
         with pytest.raises(errors.Unavailable):
             await generate(target)
     assert len(gateway.requests) == 1
+
+
+@asynccontextmanager
+async def wire_to(target: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """An address from which everything goes to ``target``, and a function that tears its
+    connections."""
+    host, _, port = target.rpartition(":")
+    ends: list[asyncio.StreamWriter] = []
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        behind_reader, behind_writer = await asyncio.open_connection(host, int(port))
+        ends.extend((writer, behind_writer))
+        await asyncio.gather(copy(reader, behind_writer), copy(behind_reader, writer))
+
+    def tear() -> None:
+        for end in ends:
+            end.transport.abort()
+
+    async with await asyncio.start_server(connect, "127.0.0.1", 0) as server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", tear
+        tear()
+
+
+@both
+async def test_an_answer_is_whole_without_its_status(generate: Generate) -> None:
+    """A gateway that is killed between the two."""
+    gateway = Gateway()
+    async with serving(gateway) as target, wire_to(target) as (wire, tear):
+
+        async def after_all() -> None:
+            await asyncio.sleep(0.2)  # until the client has what was sent
+            tear()
+            await asyncio.sleep(60)
+
+        gateway.after_all = after_all
+        chunks = await generate(wire)
+    assert "".join(chunk.text for chunk in chunks) == "ab"
+    assert len(gateway.requests) == 1
+
+
+@both
+async def test_an_error_after_the_answer_is_raised(generate: Generate) -> None:
+    gateway = Gateway()
+    async with serving(gateway) as target:
+
+        async def after_all() -> None:
+            raise errors.Unavailable("draining")
+
+        gateway.after_all = after_all
+        with pytest.raises(errors.Unavailable, match="draining"):
+            await generate(target)
+
+
+@both
+async def test_an_answer_that_is_cut_off_is_an_error(generate: Generate) -> None:
+    gateway = Gateway()
+    gateway.hold = True
+    async with serving(gateway) as target, wire_to(target) as (wire, tear):
+        asyncio.get_running_loop().call_later(0.5, tear)
+        with pytest.raises(errors.Unavailable):
+            await generate(wire)
 
 
 @both

@@ -22,7 +22,7 @@ from common.failpoints import FAILPOINTS
 
 GOAL = GOALS["cancels"][1]
 AT_ONCE = 32
-BATCH, WARM_UP = 500, 4
+BATCH, WARM_UP = 500, 20
 # How late the latest cancel comes; a request that nobody cancels takes about as long.
 LATEST_S = 0.7
 OFTEN = {"decode.copy_block", "prefill.chunk", "decode.before_send", "decode.after_send"}
@@ -36,7 +36,8 @@ FLAGS = ["--num-blocks", "256", "--step-delay-ms", "1", "--lease-s", "3",
 
 async def cancels(stage: Stage) -> None:
     async with baton_up(stage.folder, flags=FLAGS) as cluster:
-        # What is made once is made before anything is measured, and garbage has been collected.
+        # What is made once is made before anything is measured: the rings of steps are full and
+        # garbage was collected once (some 8,000 cancels later, common/ready.py).
         for _ in range(WARM_UP):
             await _batch(stage, cluster, counts=False)
         before = _Sizes(cluster)

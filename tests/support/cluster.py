@@ -163,9 +163,9 @@ class Cluster:
 
     @asynccontextmanager
     async def another(self, role: str, *flags: str, joins: bool = True) -> AsyncIterator[Process]:
-        """One more worker that all gateways know (unless it is not to join them), started as
-        `baton up` starts them but with these flags on top, and not started again when it dies.
-        Ends it with SIGKILL if it is still there."""
+        """One more worker that all gateways know, or one more gateway that knows all workers
+        (unless it is not to join them), started as `baton up` starts them but with these flags on
+        top, and not started again when it dies. Ends it with SIGKILL if it is still there."""
         model = psutil.Process(self.of_role(role)[0].pid)
         with self.log.with_name(f"another-{role}-{time.monotonic_ns()}.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
@@ -180,9 +180,12 @@ class Cluster:
             async with asyncio.timeout(START_S):
                 ready = json.loads(await process.stdout.readline())
             del ready["ready"]
-            if joins:
-                await self.until_known(ready["id"])
-            yield Process(**ready)
+            made = Process(**ready)
+            if joins and role == "gateway":
+                await self._until_known(made, lambda: {worker.id for worker in self.workers})
+            elif joins:
+                await self.until_known(made.id)
+            yield made
         finally:
             with suppress(ProcessLookupError):
                 process.kill()
