@@ -230,7 +230,7 @@ async def throughput(arguments: argparse.Namespace) -> dict[str, Any]:
         },
         "setups": found,
         "more_than_no_chunks": more,
-        "verdict": f"{100 * best:+.0f} % at best; the talk says about +50 %",
+        "verdict": f"{100 * best:+.0f} % at best; the usual claim is about +50 %",
     }
 
 

@@ -11,7 +11,7 @@ an answer's tokens, and the decode worker's, which did.
 *Time to first token* is taken on SmolLM2 with a few sessions of the same shape, with the cache and
 with ``--no-enable-prefix-caching``, one request at a time.
 
-The talk that this checks says 75 to 95 %. ``ceiling`` is the most that any cache could give: all
+The claim that this checks is 75 to 95 %. ``ceiling`` is the most that any cache could give: all
 tokens that an earlier request had too. It depends on the workload alone.
 """
 
@@ -41,7 +41,7 @@ SETUPS = {
     "one process": ("--prefill", "0", "--decode", "0", "--colocated", "1"),
     "two pools": ("--prefill", "1", "--decode", "1"),
 }
-TALK = (0.75, 0.95)
+CLAIM = (0.75, 0.95)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +168,9 @@ async def bench_ttft(workload: Workload) -> dict[str, Any]:
 
 
 def verdict(hit_rate: float, reason: str) -> str:
-    least, most = TALK
+    least, most = CLAIM
     where = "above" if hit_rate > most else "below" if hit_rate < least else "inside"
-    return f"{100 * hit_rate:.1f} %, {where} the talk's 75 to 95 %: {reason}"
+    return f"{100 * hit_rate:.1f} %, {where} the claim of 75 to 95 %: {reason}"
 
 
 async def measure(share: float, with_ttft: bool) -> dict[str, Any]:
@@ -197,7 +197,7 @@ async def measure(share: float, with_ttft: bool) -> dict[str, Any]:
             f" worker, {CONCURRENCY} sessions at once",
             "time": "SmolLM2-135M-Instruct, 1 prefill and 1 decode worker, one request at a time",
         },
-        "talk": {"hit_rate": list(TALK)},
+        "claim": {"hit_rate": list(CLAIM)},
         "workloads": found,
     }
 

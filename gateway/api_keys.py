@@ -8,7 +8,7 @@ line, each of which is a tenant of its own::
       max_concurrent_requests: 32  # optional, as is the next
       max_queued_tokens: 100000
 
-A tenant's cached prefixes are its own (docs/design.md, section 5): the tenant comes from the key,
+A tenant's cached prefixes are its own (docs/design.md, section 4): the tenant comes from the key,
 never from the request. Keys are kept, and looked for, as digests under a secret of this process:
 how long a search takes says nothing of any key, and is the same for one as for ten thousand.
 """

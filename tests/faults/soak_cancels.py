@@ -35,6 +35,8 @@ FLAGS = ["--num-blocks", "256", "--step-delay-ms", "1", "--lease-s", "3",
 
 
 async def cancels(stage: Stage) -> None:
+    if not stage.goes_on("cancels", GOAL):
+        return
     async with baton_up(stage.folder, flags=FLAGS) as cluster:
         # What is made once is made before anything is measured: the rings of steps are full and
         # garbage was collected once (some 8,000 cancels later, common/ready.py).

@@ -20,6 +20,8 @@ SPARE_FDS = 4
 
 
 async def steady(stage: Stage) -> None:
+    if not stage.goes_on("minutes", GOAL):
+        return
     async with baton_up(stage.folder, flags=FLAGS) as cluster, asyncio.TaskGroup() as group:
         history: list[dict[str, tuple[float, int]]] = []
         seeds = iter(range(stage.seed, stage.seed + 1_000_000))
