@@ -116,9 +116,10 @@ class Admission:
             del self._tenants[tenant]
 
     @asynccontextmanager
-    async def turn(self, run: Run) -> AsyncIterator[None]:
-        """Waits for the run's turn to ask for room; the next one comes when the block ends."""
-        await self.gate.acquire(run)
+    async def turn(self, run: Run, look: Callable[[], None] | None) -> AsyncIterator[None]:
+        """Waits for the run's turn to ask for room; the next one comes when the block ends.
+        ``look``, if any, is called now and then, and ends the wait by what it raises."""
+        await self.gate.acquire(run, look)
         try:
             yield
         finally:

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 
@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 _READY_POLL_S = 0.25
 _OFFER_CALL_S = 2.0
 _HTTP_CLOSE_S = 3.0
+# For the status of a call whose last message is written.
+_STATUS_S = 1.0
 
 
 class InternalChannels:
@@ -77,12 +79,14 @@ class InternalChannels:
 
         return dial
 
-    async def renew(self, offer: wire.Offer) -> None:
+    async def renew(self, offer: wire.Offer) -> bool:
         stub = worker_grpc.KVTransferServiceStub(self._channel(offer.endpoint))
+        request = wire.RenewRequest(keys=[lease_key(offer)])
         try:
-            await stub.Renew(wire.RenewRequest(keys=[lease_key(offer)]), timeout=_OFFER_CALL_S)
+            response = await stub.Renew(request, timeout=_OFFER_CALL_S)
         except aio.AioRpcError as error:
             raise rpc.to_baton_error(error) from None
+        return list(response.verdicts) == [wire.LEASE_VERDICT_OK]
 
     async def release(self, offer: wire.Offer) -> None:
         stub = worker_grpc.KVTransferServiceStub(self._channel(offer.endpoint))
@@ -91,17 +95,17 @@ class InternalChannels:
         except aio.AioRpcError as error:
             raise rpc.to_baton_error(error) from None
 
-    def forget(self, endpoint: str) -> None:
-        """Lets calls under way finish; should a worker be there again, it gets a new channel."""
-        channel = self._channels.pop(endpoint, None)
-        if channel is not None:
+    def keep(self, endpoints: Set[str]) -> None:
+        """Closes the others, which a late renewal or release may have opened anew. Lets calls
+        under way finish; should a worker be there again, it gets a new channel."""
+        for endpoint in self._channels.keys() - endpoints:
+            channel = self._channels.pop(endpoint)
             task = asyncio.get_running_loop().create_task(channel.close(grace=_OFFER_CALL_S))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        for endpoint in list(self._channels):
-            self.forget(endpoint)
+        self.keep(frozenset())
         await asyncio.gather(*self._closing, return_exceptions=True)
 
 
@@ -153,7 +157,7 @@ async def run(settings: GatewaySettings) -> int:
         http_port = await web.start()
         stack.push_async_callback(web.stop, _HTTP_CLOSE_S)
         server, health, port = await _serve(settings, gateway, service, tokenizer)
-        stack.push_async_callback(server.stop, 0)
+        stack.push_async_callback(server.stop, _STATUS_S)
         follower = loop.create_task(_follow_readiness(gateway, health))
         stack.callback(follower.cancel)
         host = advertised(settings)
@@ -165,7 +169,7 @@ async def run(settings: GatewaySettings) -> int:
             http=host_port(host, http_port),
         )
         await _until_signal()
-        await _drain(gateway, settings.drain_budget_s)
+        await _drain(gateway, service, settings.drain_budget_s)
     return 0
 
 
@@ -210,9 +214,9 @@ async def _until_signal() -> None:
     await stopping.wait()
 
 
-async def _drain(gateway: Gateway, budget_s: float) -> None:
-    """No new requests; those in flight may finish within the budget."""
+async def _drain(gateway: Gateway, service: Service, budget_s: float) -> None:
+    """No new requests; those in flight may finish within the budget, to the last message."""
     gateway.pipeline.draining = True
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(budget_s):
-            await gateway.runs.idle()
+            await service.idle()

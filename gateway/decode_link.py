@@ -13,17 +13,22 @@ between the stream and queues.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from common.config import PROTOCOL_VERSION
 from common.errors import BatonError
 from common.failpoints import DROP, hit_async
+from common.logging import about
+from common.standstill import late_s
 from common.wire import finish_reason_from_proto, logprobs_from_proto
 from common.wire import worker as wire
 from gateway.attempt import Attempt, AttemptLost
 from gateway.registry import HUNG_ENGINE_S
 from gateway.run import Arrival, Run, Runs
+
+log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 0.5
 
@@ -67,7 +72,8 @@ class DecodeLink:
     # Blocks reserved or in use by our own requests: what we know before the next heartbeat.
     reserved: dict[str, int] = field(default_factory=dict)
     _heard_s: float = 0.0
-    _died: bool = False
+    # The end of this stream is the death of an owner, not an end in good order.
+    died: bool = False
 
     # ------------------------------------------------------------ the stream
 
@@ -102,7 +108,7 @@ class DecodeLink:
                 self._heard_s = clock()
                 self._on_message(message)
         except BatonError:
-            self._died = True
+            self.died = True
             raise
 
     async def _beat(self) -> None:
@@ -110,16 +116,18 @@ class DecodeLink:
         while True:
             if await hit_async("gateway.before_heartbeat") != DROP:
                 self.send(wire.StreamRequest(heartbeat=wire.Heartbeat()))
-            await asyncio.sleep(HEARTBEAT_S)
+            # Where we stood still ourselves, what was said meanwhile has not been read yet.
+            late = await late_s(HEARTBEAT_S)
+            self._heard_s += late
             if clock() - self._heard_s > self.timeout_s:
-                self._died = True
+                self.died = True
                 return
 
     def _close(self) -> None:
         """Ends every attempt that this stream carried. A stream that the worker ended in good
         order is not held against anyone; one that broke is the death of an owner."""
         self.connected = False
-        self.closed = "died" if self._died else "ended"
+        self.closed = "died" if self.died else "ended"
         self._outgoing.put_nowait(None)
         for _, waiter in self._reserving.values():
             if not waiter.done():
@@ -129,10 +137,10 @@ class DecodeLink:
             attempt = run.attempt
             if attempt is None or attempt.link is not self:
                 continue
-            if self._died and attempt.decode_started:
+            if self.died and attempt.decode_started:
                 attempt.lose(AttemptLost("worker_lost", owner_died=True))
             else:
-                attempt.lose(AttemptLost("worker_lost" if self._died else "drained"))
+                attempt.lose(AttemptLost("worker_lost" if self.died else "drained"))
 
     # ------------------------------------------------------------ what the worker says
 
@@ -140,7 +148,7 @@ class DecodeLink:
         kind = message.WhichOneof("message")
         if kind == "step_tokens":
             for sequence in message.step_tokens.sequences:
-                self._on_tokens(sequence)
+                self._guarded_tokens(sequence)
         elif kind == "granted":
             self._resolve(message.granted.request_id, message.granted.attempt, "")
         elif kind == "refused":
@@ -155,6 +163,16 @@ class DecodeLink:
             self.blocks_free = self.num_blocks
             self.connected = True
             self.on_connected()
+
+    def _guarded_tokens(self, sequence: wire.SequenceTokens) -> None:
+        """A bug, or a message that says nothing we know, ends the attempt that it is of: the
+        others of this step go on."""
+        try:
+            self._on_tokens(sequence)
+        except Exception:
+            log.exception("tokens from %s", self.worker_id, extra=about(sequence.request_id))
+            if found := self.runs.current(sequence.request_id, sequence.attempt):
+                found[1].lose(AttemptLost("failed", counts=True))
 
     def _on_tokens(self, sequence: wire.SequenceTokens) -> None:
         found = self.runs.current(sequence.request_id, sequence.attempt)
@@ -195,7 +213,7 @@ class DecodeLink:
         if heartbeat.HasField("blocks"):
             self.blocks_free = heartbeat.blocks.free + heartbeat.blocks.cached
         if heartbeat.step_age_s > HUNG_ENGINE_S:
-            self._died = True
+            self.died = True
             self._outgoing.put_nowait(None)
 
     def _resolve(self, request_id: str, attempt: int, refusal: str) -> None:

@@ -3,11 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from common.errors import Unavailable
 from gateway.attempt import Attempt
 from gateway.decode_link import DecodeLink, Dial
+from gateway.patience import Patience
 from gateway.registry import WorkerEntry, WorkerRegistry
 from gateway.router import Router
 from gateway.run import Run, Runs
@@ -46,7 +47,11 @@ class DecodePool:
             task = asyncio.get_running_loop().create_task(self._follow(entry))
             self._followers[entry.worker_id] = task
 
-    def leave(self, worker_id: str) -> None:
+    def leave(self, worker_id: str, died: bool = False) -> None:
+        """``died``: what it had of requests is a death of their owner."""
+        link = self.links.get(worker_id)
+        if died and link is not None:
+            link.died = True
         if (task := self._followers.pop(worker_id, None)) is not None:
             task.cancel()
 
@@ -90,12 +95,7 @@ class DecodePool:
         """Links that could take the run, best first: not one that lost its KV before, fewest
         requests waiting for room, room for the prompt, best `_fit`. ``prefer_local``: only those
         that compute prompts themselves, if there are any."""
-        links = []
-        for worker_id, link in self.links.items():
-            entry = self.registry.entries.get(worker_id)
-            if not link.connected or entry is None or not entry.ready:
-                continue
-            links.append(link)
+        links = self._usable()
         if prefer_local:
             links = [link for link in links if self.is_local(link)] or links
         preferred = [link for link in links if link.worker_id not in run.excluded_decode]
@@ -106,6 +106,14 @@ class DecodePool:
                 link.num_reserving, link.headroom < num_blocks, -self._fit(run, link)
             ),
         )  # fmt: skip
+
+    def _usable(self) -> list[DecodeLink]:
+        links = []
+        for worker_id, link in self.links.items():
+            entry = self.registry.entries.get(worker_id)
+            if link.connected and entry is not None and entry.ready:
+                links.append(link)
+        return links
 
     def _fit(self, run: Run, link: DecodeLink) -> int:
         """In blocks: room, less the block that each running sequence will soon ask for, plus what
@@ -120,13 +128,13 @@ class DecodePool:
         return entry is not None and entry.computes_all_prompts
 
     async def reserve(
-        self, run: Run, attempt: Attempt, num_blocks: int, prefer_local: bool
+        self, run: Run, attempt: Attempt, num_blocks: int, prefer_local: bool, patience: Patience
     ) -> DecodeLink:
         """Room for the run. A promise that an earlier attempt still holds is taken over. Raises
         Unavailable without any worker, ReserveRefused, AttemptLost."""
         link = attempt.link
         if link is None or not link.connected:
-            link = await self._choose(run, prefer_local)
+            link = await self._choose(run, prefer_local, patience)
         while True:
             attempt.link = link
             reserving = asyncio.ensure_future(link.reserve(run, attempt, num_blocks))
@@ -145,15 +153,19 @@ class DecodePool:
                 return link
             link = better
 
-    async def _choose(self, run: Run, prefer_local: bool) -> DecodeLink:
-        give_up_s = asyncio.get_running_loop().time() + (RESUME_WAIT_S if run.resumed else 0.0)
+    def patience(self, run: Run) -> Patience:
+        """A request that has given tokens waits for a worker to come back; others are refused."""
+        limit_s = RESUME_WAIT_S if run.resumed else 0.0
+        clock = asyncio.get_running_loop().time
+        return Patience("decode", lambda: bool(self._usable()), limit_s, clock)
+
+    async def _choose(self, run: Run, prefer_local: bool, patience: Patience) -> DecodeLink:
         while True:
             candidates = self.candidates(run, prefer_local)
             if candidates:
                 return candidates[0]
+            patience.look()
             changed = self._changed
-            try:
-                async with asyncio.timeout_at(give_up_s):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience.left_s):
                     await changed.wait()
-            except TimeoutError:
-                raise Unavailable("no decode worker is up", pool="decode") from None

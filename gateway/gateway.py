@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 
 from common.bus import DISCOVER_SUBJECT, REPORT_SUBJECTS, Bus, BusError, Message
 from common.config import GatewaySettings
+from common.standstill import late_s
 from common.telemetry import Telemetry
 from common.types import Role
 from common.wire import worker as wire
@@ -218,13 +219,11 @@ class Gateway:
         if entry.report.role == Role.DECODE:
             self.decode.join(entry)
 
-    def _on_leave(self, worker_id: str) -> None:
+    def _on_leave(self, worker_id: str, died: bool) -> None:
         log.warning("worker %s is gone: it said so, or said nothing for too long", worker_id)
-        self.decode.leave(worker_id)
+        self.decode.leave(worker_id, died)
         self.caches.leave(worker_id)
-        endpoint = self._endpoints.pop(worker_id, "")
-        if endpoint not in self._endpoints.values():
-            self._offer_client.forget(endpoint)
+        del self._endpoints[worker_id]
 
     def _on_orphan(self, request_id: str, attempt: int) -> None:
         self.prefill.orphaned(request_id, attempt)
@@ -251,9 +250,13 @@ class Gateway:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(_TICK_S)
-            if self.bus.connected:
-                self.registry.resume()
-            else:
-                self.registry.pause()
-            self.registry.expire(self.decode.alive)
+            self.registry.excuse(await late_s(_TICK_S))
+            try:
+                if self.bus.connected:
+                    self.registry.resume()
+                else:
+                    self.registry.pause()
+                self.registry.expire(self.decode.alive)
+                self._offer_client.keep(set(self._endpoints.values()))
+            except Exception:
+                log.exception("a bug while looking who is silent")

@@ -5,7 +5,7 @@ is one block short waits, and the lease must not run out meanwhile.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from contextlib import asynccontextmanager
 from typing import Protocol
 
@@ -20,12 +20,14 @@ _MIN_RENEWAL_S = 0.1
 class OfferClient(Protocol):
     """The exporter's KVTransferService, as far as a gateway uses it."""
 
-    async def renew(self, offer: wire.Offer) -> None: ...
+    async def renew(self, offer: wire.Offer) -> bool:
+        """False: it is not ours to renew any more."""
+        ...
 
     async def release(self, offer: wire.Offer) -> None: ...
 
-    def forget(self, endpoint: str) -> None:
-        """No worker has this endpoint any more."""
+    def keep(self, endpoints: Set[str]) -> None:
+        """No worker has any other endpoint."""
         ...
 
 
@@ -38,7 +40,7 @@ class OfferKeeper:
 
     @asynccontextmanager
     async def kept(self, offer: wire.Offer) -> AsyncIterator[None]:
-        """Renews while the block runs."""
+        """Renews while the block runs, until it is claimed."""
         renewing = asyncio.get_running_loop().create_task(self._renew(offer))
         try:
             yield
@@ -52,7 +54,8 @@ class OfferKeeper:
             if await hit_async("gateway.before_renew") == DROP:
                 continue
             try:
-                await self._client.renew(offer)
+                if not await self._client.renew(offer):
+                    return
             except BatonError:
                 # The next one may get through; if none does, the lease runs out and the claim
                 # is refused: the attempt ends as kv_lost.

@@ -41,6 +41,7 @@ from gateway.decode_pool import DecodePool
 from gateway.local_prefill import LocalPrefillRule
 from gateway.offers import OfferKeeper
 from gateway.output import Finish, Output
+from gateway.patience import Patience
 from gateway.prefill_dispatch import PATIENCE_S, PrefillDispatch
 from gateway.registry import WorkerRegistry
 from gateway.report import completed
@@ -221,6 +222,9 @@ class Pipeline:
     async def _stop_work(self, run: Run, attempt: Attempt) -> None:
         """Tells whoever may still work on this attempt that nobody waits for it."""
         run.close_attempt()
+        ticket = attempt.ticket
+        if ticket is not None and ticket.result.HasField("offer") and not attempt.decode_started:
+            self._offers.release(ticket.result.offer)
         self._registry.ended(run.request_id, attempt.number)
         if attempt.link is not None and attempt.decode_started and not attempt.decode_finished:
             attempt.link.abort(run.request_id, attempt.number)
@@ -248,8 +252,6 @@ class Pipeline:
         run.receive(_first_tokens(run, result))
         finish = self._emit(run, output)
         if finish is not None:
-            if result.HasField("offer"):
-                self._offers.release(result.offer)
             return finish
         return await self._run_decode(run, attempt, result.offer, output, span)
 
@@ -259,25 +261,26 @@ class Pipeline:
         prefill_up = bool(self._registry.ready(Role.PREFILL))
         if prefill_up and run.request.params.max_tokens - len(run.output_ids) <= 1:
             return False
-        num_blocks = -(-run.num_tokens // max(1, self._registry.block_size)) + 1
+        patience = self._decode.patience(run)
         if attempt.link is not None and attempt.link.connected:
             # Room that the last attempt left unused: waiting in the queue with it in hand would
             # have those wait for it who are before us there.
-            link = await self._reserve(run, attempt, num_blocks, prefer_local=not prefill_up)
+            link = await self._reserve(run, attempt, not prefill_up, patience)
         else:
-            async with self._admission.turn(run):
+            async with self._admission.turn(run, patience.look if run.resumed else None):
                 prefill_up = bool(self._registry.ready(Role.PREFILL))
-                link = await self._reserve(run, attempt, num_blocks, prefer_local=not prefill_up)
+                link = await self._reserve(run, attempt, not prefill_up, patience)
         reason = self._local_prefill.decide(run, link.worker_id)
         span.set("baton.prefill", "local" if reason.is_local else "remote")
         span.set("baton.prefill_reason", reason.value)
         return reason.is_local
 
     async def _reserve(
-        self, run: Run, attempt: Attempt, num_blocks: int, prefer_local: bool
+        self, run: Run, attempt: Attempt, prefer_local: bool, patience: Patience
     ) -> DecodeLink:
+        num_blocks = -(-run.num_tokens // max(1, self._registry.block_size)) + 1
         try:
-            return await self._decode.reserve(run, attempt, num_blocks, prefer_local)
+            return await self._decode.reserve(run, attempt, num_blocks, prefer_local, patience)
         except ReserveRefused as refused:
             attempt.link = None
             if refused.reason == "too_large":
@@ -298,8 +301,6 @@ class Pipeline:
         link = attempt.link
         assert link is not None
         if link.closed or attempt.lost is not None:
-            if offer is not None:
-                self._offers.release(offer)
             raise attempt.lost or AttemptLost("worker_lost")
         now = asyncio.get_running_loop().time()
         link.start(attempt, wire.Start(sequence=sequence_state(run, attempt, now), offer=offer))

@@ -15,7 +15,6 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
@@ -27,12 +26,13 @@ from common.bus import (
     MessageTooLarge,
     QueueFull,
 )
-from common.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from common.errors import DeadlineExceeded, InvalidRequest
 from common.failpoints import DROP, DUP, hit_async
 from common.types import Role
 from common.wire import worker as wire
 from gateway.attempt import Attempt, AttemptLost, Owner
 from gateway.fair_gate import FairGate
+from gateway.patience import Patience
 from gateway.registry import WorkerRegistry
 from gateway.router import Router
 from gateway.run import Run, Runs
@@ -45,24 +45,6 @@ UNASKED_S = 2.0
 _POLL_S = 0.25
 # How long a request waits for NATS, or for a prefill worker to come back, once it has started.
 PATIENCE_S = 10.0
-
-
-@dataclass(slots=True)
-class _Patience:
-    """One for all that an attempt waits for before a worker has its job: those who wait for a slot
-    must not wait one after the other for workers that are gone."""
-
-    registry: WorkerRegistry
-    last_s: float
-    without_worker_s: float = 0.0
-
-    def look(self, now_s: float) -> None:
-        """Raises Unavailable once no prefill worker was up for too long."""
-        if not self.registry.ready(Role.PREFILL):
-            self.without_worker_s += now_s - self.last_s
-        self.last_s = now_s
-        if self.without_worker_s >= PATIENCE_S:
-            raise Unavailable("no prefill worker is up", pool="prefill")
 
 
 class PrefillDispatch:
@@ -107,10 +89,12 @@ class PrefillDispatch:
     async def prefill(self, run: Run, attempt: Attempt) -> wire.PrefillResult:
         """The ticket's result. Raises AttemptLost, and BatonErrors that end the request."""
         clock = asyncio.get_running_loop().time
-        patience = _Patience(self._registry, clock())
+        patience = Patience(
+            "prefill", lambda: bool(self._registry.ready(Role.PREFILL)), PATIENCE_S, clock
+        )
 
         def go_on() -> None:
-            patience.look(clock())
+            patience.look()
             if attempt.lost is not None:
                 raise attempt.lost
 
@@ -167,7 +151,7 @@ class PrefillDispatch:
         except (BusError, DecodeError):
             return False
 
-    async def _until_accepted(self, run: Run, attempt: Attempt, patience: _Patience) -> None:
+    async def _until_accepted(self, run: Run, attempt: Attempt, patience: Patience) -> None:
         loop = asyncio.get_running_loop()
         unasked_s = 0.0
         while attempt.owner is None and attempt.ticket is None:
@@ -182,7 +166,7 @@ class PrefillDispatch:
                 unasked_s += waited_s
             if attempt.owner is None and unasked_s >= UNASKED_S:
                 raise AttemptLost("unaccepted")
-            patience.look(loop.time())
+            patience.look()
 
     def _result(self, ticket: wire.TicketRequest) -> wire.PrefillResult:
         if ticket.WhichOneof("outcome") == "result":

@@ -74,14 +74,14 @@ class _Started:
 @dataclass(slots=True)
 class WorkerRegistry:
     """``on_join`` is called for every new worker, ``on_report`` for each report of one that is in
-    the entries, ``on_leave`` with the id of one that is gone, and ``on_orphan`` with (request id,
-    attempt) of granted work that its owner no longer knows, ``on_forgotten`` with the same of
-    started work."""
+    the entries, ``on_leave`` with the id of one that is gone and whether it died, and ``on_orphan``
+    with (request id, attempt) of granted work that its owner no longer knows, ``on_forgotten`` with
+    the same of started work."""
 
     worker_timeout_s: float
     clock: Callable[[], float]
     on_join: Callable[[WorkerEntry], None]
-    on_leave: Callable[[str], None]
+    on_leave: Callable[[str, bool], None]
     on_orphan: Callable[[str, int], None]
     on_report: Callable[[wire.WorkerReport], None] = lambda report: None
     on_forgotten: Callable[[str, int], None] = lambda request_id, attempt: None
@@ -98,17 +98,18 @@ class WorkerRegistry:
         known = self.entries.get(report.worker_id)
         if known is not None and report.epoch < known.report.epoch:
             return
-        if report.state == "gone" or report.load.step_age_s > HUNG_ENGINE_S:
-            self._leave(report.worker_id)
+        hangs = report.load.step_age_s > HUNG_ENGINE_S
+        if report.state == "gone" or hangs:
+            self._leave(report.worker_id, died=hangs)
             return
         mismatch = self._mismatch(report)
         if mismatch is not None:
-            self._leave(report.worker_id)
+            self._leave(report.worker_id, died=False)
             self.refused[report.worker_id] = (report.role, mismatch, self.clock())
             return
         self.refused.pop(report.worker_id, None)
         if known is not None and report.epoch > known.report.epoch:
-            self._leave(report.worker_id)
+            self._leave(report.worker_id, died=True)
             known = None
         now = self.clock()
         entry = WorkerEntry(report, now, known.first_s if known else now)
@@ -194,11 +195,11 @@ class WorkerRegistry:
             self._granted.pop(key, None)
             self.on_orphan(*key)
 
-    def _leave(self, worker_id: str) -> None:
+    def _leave(self, worker_id: str, died: bool) -> None:
         if self.entries.pop(worker_id, None) is None:
             return
         self._orphan([key for key, g in self._granted.items() if g.worker_id == worker_id])
-        self.on_leave(worker_id)
+        self.on_leave(worker_id, died)
 
     def pause(self) -> None:
         """Our own NATS link is down: nobody's silence means anything until it is back."""
@@ -208,19 +209,26 @@ class WorkerRegistry:
     def resume(self) -> None:
         if self._paused_s is None:
             return
-        gap = self.clock() - self._paused_s
+        self.excuse(self.clock() - self._paused_s)
         self._paused_s = None
+
+    def excuse(self, gap_s: float) -> None:
+        """We stood still for so long ourselves, and have not read yet what was said meanwhile."""
         for entry in self.entries.values():
-            entry.heard_s += gap
+            entry.heard_s += gap_s
 
     def expire(self, alive: Callable[[str], bool]) -> None:
-        """Ends entries that were silent too long; ``alive`` knows of workers with a live stream."""
+        """Ends entries that were silent too long; ``alive`` knows of workers with a live stream.
+        Where all are silent, and one of them has such a stream, it is NATS that is."""
         if self._paused_s is not None:
             return
         limit = self.clock() - self.worker_timeout_s
+        silent = all(entry.heard_s < limit for entry in self.entries.values())
+        if silent and any(map(alive, self.entries)):
+            return
         for worker_id, entry in list(self.entries.items()):
             if entry.heard_s < limit and not alive(worker_id):
-                self._leave(worker_id)
+                self._leave(worker_id, died=True)
         self._orphan(
             key
             for key, granted in self._granted.items()

@@ -155,7 +155,6 @@ class Run:
                 self._arrived = arrival
             else:
                 self._arrived.extend(arrival)
-        self._changed.set()
 
     async def wait_change(self) -> None:
         """Returns once anything was heard; raises AttemptLost when the attempt is lost and every
@@ -212,20 +211,12 @@ class Runs:
 
     counters: Counters = field(default_factory=Counters)
     by_id: dict[str, Run] = field(default_factory=dict)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, run: Run) -> None:
         self.by_id[run.request_id] = run
 
     def remove(self, run: Run) -> None:
         self.by_id.pop(run.request_id, None)
-        self._changed.set()
-
-    async def idle(self) -> None:
-        """Returns when nothing is in flight."""
-        while self.by_id:
-            self._changed.clear()
-            await self._changed.wait()
 
     def current(self, request_id: str, attempt: int) -> tuple[Run, Attempt] | None:
         """The run and its attempt if both are live and current; else counted as fenced."""

@@ -6,6 +6,7 @@
 4. all choices run at once, and their events come in one stream; the first error ends them all.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
@@ -58,6 +59,8 @@ class Service:
     telemetry: Telemetry
     keys: ApiKeys
     bounds: Bounds
+    num_open: int = 0
+    _closed: asyncio.Event = field(default_factory=asyncio.Event)
     _num_of_tenant: Counter[str] = field(default_factory=Counter)
 
     @asynccontextmanager
@@ -74,6 +77,7 @@ class Service:
         ``events`` any BatonError."""
         model = self.parser.facts().name
         with (
+            self._opened(),
             self._place(tenant),
             self.telemetry.span("generate", parent, kind=SpanKind.SERVER) as span,
             recorded(span.trace_id) as record,
@@ -87,6 +91,21 @@ class Service:
                 exchange = Exchange(requests, span, events)
                 yield exchange
             end_request(span, model, exchange.shown_id, record.ends)
+
+    async def idle(self) -> None:
+        """Until the last event of every answer was taken."""
+        while self.num_open:
+            self._closed.clear()
+            await self._closed.wait()
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+            self._closed.set()
 
     async def _parse(
         self,

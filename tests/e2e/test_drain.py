@@ -15,11 +15,12 @@ import psutil
 import pytest
 import pytest_asyncio
 from grpc import aio
+from support.answers import answers_of
 from support.cluster import REPOSITORY, Cluster, Process, baton_up
 from support.oracle_requests import Answer, Case, ask, make_cases
 
 from common import rpc
-from common.client import BatonClient, make_request
+from common.client import BatonClient, Sampling, make_request
 from common.wire import inference_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -226,6 +227,25 @@ async def long_requests_on(
 async def running_on(cluster: Cluster, worker: Process) -> int:
     statistics = await cluster.debug(worker, "statistics")
     return int(statistics["engine"]["num_running"])
+
+
+@pytest.mark.fault("F24")
+async def test_a_gateway_drains_all_choices_to_their_ends(cluster: Cluster) -> None:
+    """All of them end in one step, and wait for each other on the way to the client."""
+    (gateway,) = cluster.of_role("gateway")
+    (case,) = make_cases(12, 1, prompt_tokens=(30, 30), max_tokens=(150, 150))
+    async with BatonClient(cluster.grpc) as client:
+        asking = asyncio.create_task(
+            answers_of(client, case.prompt_ids, Sampling(150, temperature=0.8, seed=1), n=8)
+        )
+        async with asyncio.timeout(10):
+            while (await cluster.debug(gateway, "gateway"))["num_running"] != 8:
+                await asyncio.sleep(POLL_S)
+        gateway.kill(signal.SIGTERM)
+        for answer in await asking:
+            assert len(answer.token_ids) == 150
+    await gone(gateway, BUDGET_S)
+    await cluster.until_back(gateway)
 
 
 @pytest.mark.fault("F24")

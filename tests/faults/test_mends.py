@@ -4,20 +4,24 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from common.bus import Message
+from common.errors import PeerLost
 from common.nats_bus import NatsBus
 from common.nats_server import NatsServer
 from common.wire import worker as wire
 from gateway.app import InternalChannels
 from gateway.offers import OfferKeeper
 from gateway.registry import WorkerRegistry
-from kv_transfer.lease import LeaseKey, LeaseVerdict
+from kv_transfer.lease import LeaseKey, LeaseState, LeaseVerdict
 from kv_transfer.renewal import Renewer
 from tests.gateway.test_books import report
+from tests.kv_transfer.rig import moves
+from tests.kv_transfer.test_control import served
 
 
 class Offers:
@@ -104,7 +108,7 @@ class Books:
             3.0,
             lambda: self.now_s,
             on_join=lambda entry: None,
-            on_leave=lambda worker_id: None,
+            on_leave=lambda worker_id, died: None,
             on_orphan=lambda request_id, attempt: None,
             on_forgotten=lambda request_id, attempt: self.forgotten.append((request_id, attempt)),
         )
@@ -150,8 +154,27 @@ async def test_channels_to_workers_that_are_gone_are_closed() -> None:
     for number in range(50):
         endpoint = f"127.0.0.1:{20_000 + number}"
         channels._channel(endpoint)
-        channels.forget(endpoint)
-    channels.forget("127.0.0.1:1")
+    channels.keep({"127.0.0.1:20007"})
+    assert channels._channels.keys() == {"127.0.0.1:20007"}
+    channels.keep(frozenset())
     assert not channels._channels
     await channels.close()
     assert not channels._closing
+
+
+async def test_nor_does_a_release_leave_a_channel_behind(tmp_path: Path) -> None:
+    """Each restart of a prefill worker left one in each decode worker."""
+    async with served(tmp_path) as it:
+        offer = await it.rig.offer([1])
+        gone = replace(offer, endpoint="127.0.0.1:1")
+        with pytest.raises(PeerLost):
+            await it.imports.fetch(gone, moves({0: 3}))
+        await it.imports.release(gone)
+        assert not it.control._channels
+        # Nor one that is answered, of an offer that was never to be fetched.
+        await it.imports.release(offer)
+        assert [end.state for end in it.rig.ends] == [LeaseState.RELEASED]
+        assert not it.control._channels
+        await it.imports.fetch(await it.rig.offer([1]), moves({0: 3}))
+        await it.imports.release(await it.rig.offer([1]))
+        assert it.control._channels.keys() == {it.endpoint}, "the link's own stays"

@@ -44,7 +44,7 @@ def make_registry(clock: Clock) -> tuple[WorkerRegistry, list[str], list[tuple[s
         3.0,
         clock,
         on_join=lambda entry: None,
-        on_leave=left.append,
+        on_leave=lambda worker_id, died: left.append(worker_id),
         on_orphan=lambda request_id, attempt: orphans.append((request_id, attempt)),
     )
     return registry, left, orphans
@@ -178,6 +178,34 @@ def test_silence_ends_a_worker_unless_our_own_link_was_down() -> None:
     registry.expire(lambda worker_id: False)
     assert left == ["p1"]
     assert orphans == [("r", 1)]
+
+
+@pytest.mark.fault("F9")
+def test_silence_of_all_is_that_of_nats_while_a_stream_lives() -> None:
+    clock = Clock()
+    registry, left, _ = make_registry(clock)
+    registry.report(report())
+    registry.report(report("d1", role="decode"))
+    clock.now = 3.5
+    registry.expire(lambda worker_id: worker_id == "d1")
+    assert left == []
+    registry.report(report("d1", role="decode"))
+    registry.expire(lambda worker_id: worker_id == "d1")
+    assert left == ["p1"]
+
+
+@pytest.mark.fault("F6")
+def test_a_standstill_of_our_own_is_no_silence_of_others() -> None:
+    clock = Clock()
+    registry, left, _ = make_registry(clock)
+    registry.report(report())
+    clock.now = 6.0
+    registry.excuse(4.0)
+    registry.expire(lambda worker_id: False)
+    assert left == []
+    clock.now = 7.5
+    registry.expire(lambda worker_id: False)
+    assert left == ["p1"]
 
 
 def test_granted_work_missing_in_two_reports_in_a_row_has_no_owner() -> None:

@@ -32,7 +32,7 @@ def make_pool(dialer=answering) -> tuple[DecodePool, WorkerRegistry]:  # type: i
         3.0,
         lambda: asyncio.get_running_loop().time(),
         on_join=lambda entry: pool.join(entry),
-        on_leave=lambda worker_id: pool.leave(worker_id),
+        on_leave=lambda worker_id, died: pool.leave(worker_id, died),
         on_orphan=lambda request_id, attempt: None,
     )
     router = Router("auto", registry, PrefixIndex(), seed="")

@@ -32,7 +32,7 @@ class Fleet:
             3.0,
             lambda: self.now_s,
             on_join=lambda entry: None,
-            on_leave=self.index.leave,
+            on_leave=lambda worker_id, died: self.index.leave(worker_id),
             on_orphan=lambda request_id, attempt: None,
             on_report=lambda report: self.index.report(report.worker_id, report.epoch, 0),
         )

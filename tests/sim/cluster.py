@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -272,15 +272,18 @@ class _OfferClient:
         self._cluster = cluster
         self._host = host
 
-    async def renew(self, offer: wire.Offer) -> None:
+    async def renew(self, offer: wire.Offer) -> bool:
         key = LeaseKey.of(offer_from_proto(offer))
-        await self._cluster.ask_exports(offer.endpoint, lambda exports: exports.renew([key]))
+        ask = self._cluster.ask_exports
+        return (await ask(offer.endpoint, lambda exports: exports.renew([key]))) == (
+            LeaseVerdict.OK,
+        )
 
     async def release(self, offer: wire.Offer) -> None:
         key = LeaseKey.of(offer_from_proto(offer))
         await self._cluster.ask_exports(offer.endpoint, lambda exports: exports.release(key))
 
-    def forget(self, endpoint: str) -> None:
+    def keep(self, endpoints: Set[str]) -> None:
         """There are no channels here."""
 
 
