@@ -204,6 +204,8 @@ class DecodeLink:
         if reason == "kv_lost":
             self.runs.counters.kv_lost += 1
             found[0].excluded_decode.add(self.worker_id)
+            if (owner := found[1].owner) is not None:
+                found[0].excluded_prefill.add(owner.worker_id)
         found[1].decode_finished = True
         self.forget(ended.request_id)
         found[1].lose(AttemptLost(reason, counts=reason in ("kv_lost", "failed")))

@@ -100,7 +100,7 @@ class PrefillDispatch:
 
         await self._gate.acquire(run, go_on)
         try:
-            await self._publish(run, attempt)
+            await self._publish(run, attempt, go_on)
             await self._until_accepted(run, attempt, patience)
         finally:
             self._gate.release()
@@ -109,7 +109,7 @@ class PrefillDispatch:
             await run.wait_change()
         return self._result(attempt.ticket)
 
-    async def _publish(self, run: Run, attempt: Attempt) -> None:
+    async def _publish(self, run: Run, attempt: Attempt, look: Callable[[], None]) -> None:
         fault = await hit_async("gateway.before_publish")
         loop = asyncio.get_running_loop()
         job = wire.PrefillJob(
@@ -119,9 +119,15 @@ class PrefillDispatch:
         self._runs.counters.jobs_published += 1
         if fault == DROP:
             return
-        for worker_id in self._router.targets(run):
-            if await self._offered_to(worker_id, job, attempt):
-                return
+        while True:
+            for worker_id in self._router.targets(run):
+                if await self._offered_to(worker_id, job, attempt):
+                    return
+            if not self._router.avoids_some(run):
+                break
+            # The shared queue would give it to those, too.
+            await asyncio.sleep(_POLL_S)
+            look()
         try:
             await self._bus.publish_job(
                 job, f"{run.request_id}:{attempt.number}", attempt.trace_context

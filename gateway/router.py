@@ -49,12 +49,21 @@ class Router:
         if len(ready) < 2:
             return []
         self._rng.shuffle(ready)
+        if self.avoids_some(run):
+            ready = [e for e in ready if e.worker_id not in run.excluded_prefill]
+            return [e.worker_id for e in sorted(ready, key=lambda e: self.cost(run, e))]
         if self._mode == "random":
             return [ready[0].worker_id]
         costs = {entry.worker_id: self.cost(run, entry) for entry in ready}
         if len(set(costs.values())) == 1:
             return []
         return sorted(costs, key=costs.__getitem__)[:_MAX_TARGETS]
+
+    def avoids_some(self, run: Run) -> bool:
+        """Some prefill worker lost the run's KV, and there is another one: who cannot be reached is
+        idle, and would get it again and again."""
+        ready = {entry.worker_id for entry in self._registry.ready(Role.PREFILL)}
+        return bool(ready & run.excluded_prefill) and not ready <= run.excluded_prefill
 
     def cost(self, run: Run, entry: WorkerEntry) -> int:
         """Tokens that a worker has to compute until it has done this one too."""

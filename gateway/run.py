@@ -90,7 +90,9 @@ class Run:
         self.num_failures = 0
         self.num_dead_owners = 0
         self.stalled_since_s: float | None = None
+        # Between these its KV was lost: other pairs of workers first.
         self.excluded_decode: set[str] = set()
+        self.excluded_prefill: set[str] = set()
         self.attempt: Attempt | None = None
         # Of the prompt's full blocks, once the router has computed them.
         self.key_prefixes: tuple[int, ...] | None = None

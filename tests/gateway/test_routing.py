@@ -94,6 +94,20 @@ def test_the_worker_that_has_most_to_reuse_is_asked_first() -> None:
     assert fleet.router.targets(make_run(100, prompt_logprobs=1)) == []
 
 
+@pytest.mark.fault("F12")
+def test_a_worker_that_lost_the_kv_is_not_asked_again_while_there_is_another() -> None:
+    fleet = Fleet()
+    fleet.worker("a", held=prompt(64))
+    fleet.worker("b")
+    run = make_run(100)
+    run.excluded_prefill.add("a")
+    assert fleet.router.avoids_some(run)
+    assert fleet.router.targets(run) == ["b"]
+    run.excluded_prefill.add("b")
+    assert not fleet.router.avoids_some(run)
+    assert fleet.router.targets(run) == ["a", "b"]
+
+
 def test_a_queue_longer_than_what_is_saved_sends_it_elsewhere() -> None:
     fleet = Fleet()
     fleet.worker("a", queued_tokens=47)
