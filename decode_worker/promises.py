@@ -7,6 +7,7 @@ from common.wire import worker as wire
 from decode_worker.reservations import (
     Answer,
     Occupancy,
+    RefusalReason,
     Reservations,
     ReservationStatistics,
     StreamId,
@@ -49,6 +50,12 @@ class Promises:
             self._answer([answer])
         self._deadline_changed.set()
         self.grant()
+
+    def refuse(self, stream: StreamId, request: wire.Reserve) -> None:
+        """Its `reserve` met a bug, before or after it came to the ledger."""
+        request_id, attempt = request.request_id, request.attempt
+        self._answer([Answer(stream, request_id, attempt, RefusalReason.INTERNAL)])
+        self.unreserve(stream, request_id, attempt)
 
     def unreserve(self, stream: StreamId, request_id: str, attempt: int) -> None:
         self._reservations.unreserve(stream, request_id, attempt)

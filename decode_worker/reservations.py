@@ -30,6 +30,7 @@ class RefusalReason(StrEnum):
     DRAINING = "draining"
     STALE_ATTEMPT = "stale_attempt"
     DEADLINE = "deadline"
+    INTERNAL = "internal"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from common.types import (
     ImportReady,
     LocalPrefill,
     Offer,
+    RequestId,
     SequenceFailed,
     SequenceId,
     SequenceOutput,
@@ -123,6 +124,19 @@ class Running:
         add = Engine.add if offer is None else Engine.add_import
         self._tell(partial(add, spec=spec))
 
+    def give_up_start(self, link: GatewayLink, start: wire.Start) -> None:
+        """Its `start` met a bug, anywhere. An offer of no sequence yet is left to its lease."""
+        state = start.sequence
+        request_id, attempt = state.request_id, state.attempt
+        sequence = self._table.of_request(link.stream, request_id)
+        if sequence is not None and sequence.spec.attempt == attempt:
+            self._give_up(sequence.spec.seq_id)
+            return
+        self.counters.failed += 1
+        link.send(_ended(request_id, attempt, wire.END_REASON_FAILED, "internal"))
+        self._promises.unreserve(link.stream, request_id, attempt)
+        self._promises.landed(link.stream, request_id, attempt)
+
     def _refusal(
         self, sequence: DecodeSequence, promised: bool
     ) -> tuple[wire.EndReason, str] | None:
@@ -175,13 +189,8 @@ class Running:
     def _tell_ended(
         self, sequence: DecodeSequence, reason: wire.EndReason, detail: str = ""
     ) -> None:
-        ended = wire.Ended(
-            request_id=sequence.spec.request_id,
-            attempt=sequence.spec.attempt,
-            reason=reason,
-            detail=detail,
-        )
-        sequence.link.send(wire.StreamResponse(ended=ended))
+        spec = sequence.spec
+        sequence.link.send(_ended(spec.request_id, spec.attempt, reason, detail))
 
     def _end(self, sequence: DecodeSequence, error: str | None) -> None:
         """The one way out of the table. With an error the engine drops the sequence; a copy under
@@ -200,9 +209,10 @@ class Running:
         if error is not None:
             self.counters.aborted += 1
             self._tell(partial(Engine.abort, seq_id=sequence.spec.seq_id))
-        sequence.spans.end(error)
         self._landed(sequence)
         self._changed()
+        # Last: a bug in it keeps nothing from being given back.
+        sequence.spans.end(error)
 
     def _landed(self, sequence: DecodeSequence) -> None:
         """The pool's own counts hold it from the next snapshot on, or never will."""
@@ -287,10 +297,11 @@ class Running:
         elif sequence is None:
             return
         elif isinstance(event, SequenceOutput):
-            messages.add(sequence, event)
             if record is not None:
                 sequence.spans.tokens(record, event)
             self._landed(sequence)
+            # Behind what may fail: of a sequence that is given up nothing follows its end.
+            messages.add(sequence, event)
             if event.finish_reason is not None:
                 self.counters.finished += 1
                 self._end(sequence, None)
@@ -308,15 +319,23 @@ class Running:
             # Ended just before: nothing was copied.
             self._tell(partial(Engine.drop_import, seq_id=ready.seq_id))
             return
-        sequence.spans.admitted(asyncio.get_running_loop().time())
-        self._landed(sequence)
         assert sequence.offer is not None
+        # First: whatever fails after this, `_end` calls it off and has the blocks given back.
         sequence.fetching = self._tasks.spawn(
             self._import(sequence, sequence.offer, ready), f"import {sequence.spec.request_id}"
         )
+        sequence.spans.admitted(asyncio.get_running_loop().time())
+        self._landed(sequence)
 
     def _on_failed(self, sequence: DecodeSequence, failure: SequenceFailed) -> None:
         log.warning("request %s: %s", sequence.spec.request_id, failure.detail)
         self.counters.failed += 1
         self._tell_ended(sequence, wire.END_REASON_FAILED, failure.reason)
         self._end(sequence, failure.reason)
+
+
+def _ended(
+    request_id: RequestId, attempt: int, reason: wire.EndReason, detail: str
+) -> wire.StreamResponse:
+    ended = wire.Ended(request_id=request_id, attempt=attempt, reason=reason, detail=detail)
+    return wire.StreamResponse(ended=ended)

@@ -20,8 +20,15 @@ class StepMessages:
         message = self._by_link.get(sequence.link)
         if message is None:
             message = self._by_link[sequence.link] = wire.StreamResponse()
+        sequences = message.step_tokens.sequences
         # Filled in place: a message given to another is copied.
-        _fill(message.step_tokens.sequences.add(), sequence, output)
+        tokens = sequences.add()
+        try:
+            _fill(tokens, sequence, output)
+        except Exception:
+            # A part of it would be sent after the end that the gateway is told of.
+            del sequences[-1]
+            raise
 
     def send(self, step_end_s: float) -> None:
         for link, message in self._by_link.items():

@@ -17,6 +17,7 @@ Each request has one sequence a stream. A Start or Abort of an older attempt is 
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import asdict
 
@@ -44,6 +45,8 @@ from worker.registration import Registration
 from worker.report import WorkerFacts, WorkerState, make_load, make_report
 from worker.runtime import MakeRuntime
 from worker.snapshot import EngineSnapshot
+
+log = logging.getLogger(__name__)
 
 
 class DecodeWorker:
@@ -225,6 +228,14 @@ class DecodeWorker:
         return link.responses(requests)
 
     async def on_message(self, link: GatewayLink, message: wire.StreamRequest) -> None:
+        """A bug in what is done for one message ends what that one is about; the stream goes on."""
+        try:
+            await self._obey(link, message)
+        except Exception:
+            log.exception("a bug in what is done for a message of %s", link.gateway_id)
+            self._give_up(link, message)
+
+    async def _obey(self, link: GatewayLink, message: wire.StreamRequest) -> None:
         match message.WhichOneof("message"):
             case "reserve":
                 await failpoints.hit_async("decode.before_grant")
@@ -237,6 +248,15 @@ class DecodeWorker:
                 self._running.start(link, message.start)
             case "abort":
                 self._running.abort(link, message.abort)
+        self._changed()
+
+    def _give_up(self, link: GatewayLink, message: wire.StreamRequest) -> None:
+        """However far it came. An answer is owed to these two alone."""
+        match message.WhichOneof("message"):
+            case "reserve":
+                self._promises.refuse(link.stream, message.reserve)
+            case "start":
+                self._running.give_up_start(link, message.start)
         self._changed()
 
     def on_closed(self, link: GatewayLink) -> None:
@@ -270,7 +290,13 @@ class DecodeWorker:
             link.send(message)
 
     def _on_events(self, events: Sequence[EngineEvent], record: StepRecord | None) -> None:
+        self._running.on_events(events, record)
         if record is not None:
+            self._measure(record)
+
+    def _measure(self, record: StepRecord) -> None:
+        try:
             self._meter.add(record)
             self._prefill_rates.add(record)
-        self._running.on_events(events, record)
+        except Exception:
+            log.exception("a bug in the figures of a step")

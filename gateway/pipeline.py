@@ -287,7 +287,7 @@ class Pipeline:
                 raise InvalidRequest(
                     "prompt", "needs more KV blocks than a decode worker has"
                 ) from None
-            raise AttemptLost(refused.reason) from None
+            raise AttemptLost(refused.reason, counts=refused.reason == "internal") from None
 
     async def _run_decode(
         self,

@@ -174,9 +174,12 @@ class GrpcKVControl:
         return _from_proto((await _answered(call)).verdict)
 
     async def release(self, endpoint: str, key: LeaseKey) -> LeaseVerdict:
-        request = wire.worker.ReleaseRequest(key=_key_to_proto(key))
-        call = self._stub(endpoint).Release(request, timeout=CALL_TIMEOUT_S)
-        return _from_proto((await _answered(call)).verdict)
+        """Also where nothing is, or was ever, fetched from: then over a channel of its own, since
+        nobody would close one that stayed."""
+        if endpoint in self._channels:
+            return await _release(self._stub(endpoint), key)
+        async with self._open(endpoint) as channel:
+            return await _release(wire.worker_grpc.KVTransferServiceStub(channel), key)
 
     async def forget(self, endpoint: str) -> None:
         channel = self._channels.pop(endpoint, None)
@@ -189,8 +192,18 @@ class GrpcKVControl:
 
     def _stub(self, endpoint: str) -> "wire.worker_grpc.KVTransferServiceAsyncStub":
         if endpoint not in self._channels:
-            self._channels[endpoint] = rpc.make_internal_channel(endpoint, self._token, self._tls)
+            self._channels[endpoint] = self._open(endpoint)
         return wire.worker_grpc.KVTransferServiceStub(self._channels[endpoint])
+
+    def _open(self, endpoint: str) -> rpc.Channel:
+        return rpc.make_internal_channel(endpoint, self._token, self._tls)
+
+
+async def _release(
+    stub: "wire.worker_grpc.KVTransferServiceAsyncStub", key: LeaseKey
+) -> LeaseVerdict:
+    request = wire.worker.ReleaseRequest(key=_key_to_proto(key))
+    return _from_proto((await _answered(stub.Release(request, timeout=CALL_TIMEOUT_S))).verdict)
 
 
 async def _answered(call: Awaitable[Answer]) -> Answer:

@@ -79,6 +79,15 @@ class Intake:
                 await self._pulled(delivery)
 
     async def _pulled(self, delivery: Delivery) -> None:
+        try:
+            await self._judge(delivery)
+        except Exception:
+            log.exception("a bug in what is done with a job")
+            # It would do the same to the next worker: its gateway publishes it again, and counts.
+            with suppress(BusError):
+                await delivery.ack()
+
+    async def _judge(self, delivery: Delivery) -> None:
         if await failpoints.hit_async("prefill.after_pull") == failpoints.DROP:
             return
         job = parse_job(delivery.data, delivery.headers, self._ids.new())

@@ -105,8 +105,9 @@ class Jobs:
         num_blocks = job.spec.num_tokens // self._facts.layout.block_size + 2
         self._slots.take(job.key, job.spec.num_tokens, num_blocks)
         self._jobs[job.key] = job
-        self._changed()
+        # Before anyone is told: a job that is held is also served, whatever fails after this.
         self._tasks.spawn(self._serve(job, ack), f"job {job.spec.request_id}")
+        self._changed()
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
         for job in self._jobs.values():
@@ -147,9 +148,10 @@ class Jobs:
             epoch=self._facts.identity.epoch,
         )
         subject = accept_subject(job.gateway_id)
-        data = await ask(self._bus, subject, request.SerializeToString(), job.carrier)
+        in_vain = partial(self._asked_in_vain, job)
+        data = await ask(self._bus, subject, request.SerializeToString(), job.carrier, in_vain)
         if fault == failpoints.DUP:
-            data = await ask(self._bus, subject, request.SerializeToString(), job.carrier)
+            data = await ask(self._bus, subject, request.SerializeToString(), job.carrier, in_vain)
         reply = _parse_accept(data)
         if reply is None or not reply.granted:
             self.counters.refused += 1
@@ -158,11 +160,14 @@ class Jobs:
         await failpoints.hit_async("prefill.after_accept")
         return reply.remaining_ms / 1000
 
+    def _asked_in_vain(self, job: Job) -> None:
+        self._slots.asked_in_vain(job.key)
+        self._changed()
+
     async def _work(self, job: Job, spans: JobSpans, deadline_s: float) -> str | None:
         """Computes, offers, answers. Returns the error that ends the span, None for none."""
         outcome = await self._compute(job, deadline_s)
         if isinstance(outcome, SequenceOutput):
-            spans.sampled(outcome.counts.cached)
             await self._offer(job, outcome, spans)
         if job.cancelled:
             self._release(job)
@@ -202,6 +207,7 @@ class Jobs:
             self._tell(lambda engine: engine.release_lease(spec.seq_id))
 
         try:
+            spans.sampled(output.counts.cached)
             await failpoints.hit_async("prefill.after_compute")
             if output.held:
                 with spans.offer(len(output.held), num_bytes):

@@ -6,7 +6,7 @@ gateway's subscription to be known to the server again.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from common.bus import Bus, BusError, NoResponders
 
@@ -16,9 +16,14 @@ TRUSTED_LINK_S = 1.0
 
 
 async def ask(
-    bus: Bus, subject: str, data: bytes, headers: Mapping[str, str] | None = None
+    bus: Bus,
+    subject: str,
+    data: bytes,
+    headers: Mapping[str, str] | None = None,
+    in_vain: Callable[[], None] = lambda: None,
 ) -> bytes | None:
-    """The gateway's answer; None when it is gone, or silent for `GIVE_UP_S`."""
+    """The gateway's answer; None when it is gone, or silent for `GIVE_UP_S`. ``in_vain`` is called
+    after each try without an answer."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + GIVE_UP_S
     while (now_s := loop.time()) < end_s:
@@ -30,4 +35,5 @@ async def ask(
         except BusError:
             pass  # silence, or the bus is in trouble of its own
         await asyncio.sleep(max(0.0, now_s + TRY_S - loop.time()))
+        in_vain()
     return None

@@ -3,7 +3,8 @@
 It takes one while every job that it holds has begun, or will begin in the next step: those not
 begun fit into what is left of the step's tokens and into the free blocks. A job that a step has
 passed over, or that does not fit, is the one job a worker may hold without starting it; until that
-has begun nothing else is taken. While a gateway is being asked for a job, no other is taken.
+has begun nothing else is taken. While a gateway is being asked for a job, no other is taken; but
+where the first try got no answer, that job only keeps its place and blocks, and others are taken.
 """
 
 from collections.abc import Hashable
@@ -19,6 +20,7 @@ class _Held:
     num_computed: int = 0
     # When the engine was given it; None while the gateway is still being asked.
     added_s: float | None = None
+    asked_in_vain: bool = False
     begun: bool = False
     passed_over: bool = False
 
@@ -42,6 +44,10 @@ class Slots:
     def take(self, key: Hashable, num_tokens: int, num_blocks: int) -> None:
         self._held[key] = _Held(num_tokens, num_blocks)
 
+    def asked_in_vain(self, key: Hashable) -> None:
+        """Its gateway has not answered yet, and may never."""
+        self._held[key].asked_in_vain = True
+
     def added(self, key: Hashable, now_s: float) -> None:
         self._held[key].added_s = now_s
 
@@ -62,13 +68,16 @@ class Slots:
     def is_free(self, available_blocks: int) -> bool:
         """``available_blocks``: free and cached ones of the pool."""
         held = self._held.values()
-        if len(held) >= self._max_jobs or any(job.added_s is None for job in held):
+        ours = [job for job in held if job.added_s is not None]
+        if len(held) >= self._max_jobs:
             return False
-        not_begun = [job for job in held if not job.begun]
+        if any(job.added_s is None and not job.asked_in_vain for job in held):
+            return False
+        if sum(job.num_blocks for job in held if not job.begun) > available_blocks:
+            return False
+        not_begun = [job for job in ours if not job.begun]
         if not not_begun:
             return True
         if any(job.passed_over for job in not_begun):
             return False
-        if sum(job.num_blocks for job in not_begun) > available_blocks:
-            return False
-        return sum(job.num_tokens - job.num_computed for job in held) < self._step_tokens
+        return sum(job.num_tokens - job.num_computed for job in ours) < self._step_tokens

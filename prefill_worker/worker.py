@@ -15,6 +15,7 @@ again.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -40,6 +41,8 @@ from worker.registration import Registration
 from worker.report import WorkerFacts, WorkerState, make_load, make_report
 from worker.runtime import MakeRuntime
 from worker.snapshot import EngineSnapshot
+
+log = logging.getLogger(__name__)
 
 
 class PrefillWorker:
@@ -202,7 +205,13 @@ class PrefillWorker:
             self._registration.changed()
 
     def _on_events(self, events: Sequence[EngineEvent], record: StepRecord | None) -> None:
+        self._jobs.on_events(events, record)
         if record is not None:
+            self._measure(record)
+
+    def _measure(self, record: StepRecord) -> None:
+        try:
             self._meter.add(record)
             self._prefill_rates.add(record)
-        self._jobs.on_events(events, record)
+        except Exception:
+            log.exception("a bug in the figures of a step")

@@ -122,6 +122,25 @@ async def test_an_unanswered_accept_is_repeated_with_the_same_content(setup: Set
     await setup.until_clean()
 
 
+async def test_a_gateway_that_stands_still_holds_up_no_other(
+    nats: NatsServer, tmp_path: Path
+) -> None:
+    async with open_setup(nats, tmp_path, max_num_batched_tokens=64) as setup:
+        frozen = FakeGateway(setup.bus, "gw-frozen")
+        frozen.mute_accepts = 1000
+        await frozen.start()
+        await frozen.publish(state_of("held", 1, prompt(200)))
+        await until(lambda: bool(frozen.accepts))
+        await setup.gateway.publish(state_of("r", 1, prompt(9)))
+        setup.release((await setup.gateway.ticket("r")).result.offer)
+        assert setup.worker.statistics().refused == 0, "still asked for"
+        frozen.mute_accepts = 0
+        held = await frozen.ticket("held")
+        assert list(held.result.token_ids) == right_ids(prompt(200), 1)
+        setup.release(held.result.offer)
+        await setup.until_clean()
+
+
 async def test_an_unanswered_ticket_is_repeated_with_the_same_content(setup: Setup) -> None:
     setup.gateway.mute_tickets = 1
     await setup.gateway.publish(state_of("r", 1, prompt(9)))

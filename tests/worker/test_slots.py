@@ -22,6 +22,26 @@ def test_nothing_else_is_taken_while_a_gateway_is_asked():
     assert slots.is_free(50)
 
 
+def test_a_gateway_that_did_not_answer_once_is_not_waited_for():
+    slots = Slots(3, 100)
+    slots.take("silent", 1000, 30)
+    slots.asked_in_vain("silent")
+    assert slots.is_free(50)
+    assert not slots.is_free(29)
+    slots.take("b", 60, 4)
+    assert not slots.is_free(50)
+    slots.added("b", 0.0)
+    assert slots.is_free(50)
+    # Granted after all, it counts as any other.
+    slots.added("silent", 1.0)
+    assert not slots.is_free(50)
+    slots.computed("silent", 100)
+    slots.computed("b", 60)
+    slots.take("also silent", 10, 3)
+    slots.asked_in_vain("also silent")
+    assert not slots.is_free(50)
+
+
 def test_jobs_share_the_next_step_as_far_as_its_tokens_and_blocks_go():
     slots = Slots(8, 100)
     slots.take("a", 60, 4)
