@@ -89,7 +89,11 @@ class Child:
                 # Ctrl-C in the terminal is ours to pass on, in order.
                 start_new_session=True,
             )  # fmt: skip
-        self.ready = _parse(await self._first_line())
+        try:
+            self.ready = self._parse(await self._first_line())
+        except BaseException:
+            self.signal(signal.SIGKILL)
+            raise
         return self.ready
 
     async def wait(self) -> int:
@@ -128,9 +132,8 @@ class Child:
                 if line:
                     return line
                 status = await self._process.wait()
-        except BaseException:
-            self.signal(signal.SIGKILL)
-            raise
+        except TimeoutError:
+            raise ChildFailed(f"{self.spec.label} was not ready in {_START_S:g} s") from None
         reason = self._last_line() or f"ended with status {status}"
         if status == _CONFIG_ERROR_STATUS:
             setting, _, text = reason.removeprefix("error: ").partition(": ")
@@ -141,14 +144,17 @@ class Child:
         lines = self._log.read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
-
-def _parse(line: bytes) -> Ready:
-    content: dict[str, Any] = json.loads(line)
-    return Ready(
-        id=str(content["id"]),
-        role=str(content["role"]),
-        pid=int(content["pid"]),
-        grpc=str(content["grpc"]),
-        admin=str(content["admin"]),
-        http=str(content["http"]),
-    )
+    def _parse(self, line: bytes) -> Ready:
+        try:
+            content: dict[str, Any] = json.loads(line)
+            return Ready(
+                id=str(content["id"]),
+                role=str(content["role"]),
+                pid=int(content["pid"]),
+                grpc=str(content["grpc"]),
+                admin=str(content["admin"]),
+                http=str(content["http"]),
+            )
+        except (ValueError, KeyError, TypeError):
+            said = line.decode(errors="replace").strip()
+            raise ChildFailed(f"{self.spec.label} did not start: it said {said!r}") from None

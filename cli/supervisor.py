@@ -10,10 +10,10 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from cli.child import Child, ChildFailed, ChildSpec, Ready
+from cli.child import Child, ChildSpec, Ready
 from cli.readiness import wait_until_ready
 from common.errors import BatonError, ConfigError, Unavailable
 from common.nats_server import NatsServer
@@ -115,7 +115,7 @@ class Supervisor:
             raise
         self._keepers[child] = asyncio.create_task(self._keep(child))
         self._report(f"{_name(child)} is ready")
-        self._on_change()
+        self._changed()
         return ready
 
     async def drain(self, child: Child) -> int:
@@ -126,7 +126,7 @@ class Supervisor:
         if child in self._workers:
             self._workers.remove(child)
         self._report(f"{_name(child)} {'has stopped' if status == 0 else _ending(status)}")
-        self._on_change()
+        self._changed()
         return status
 
     async def stop(self) -> None:
@@ -149,32 +149,47 @@ class Supervisor:
             if loop.time() - started_s > _HEALTHY_S:
                 deaths = 0
             self._report(f"{child.spec.label} {_ending(status)}; it is started again")
-            await self._start_again(child, deaths)
+            await asyncio.sleep(_pause_s(deaths))
             deaths += 1
-
-    async def _start_again(self, child: Child, deaths: int) -> None:
-        while True:
-            await asyncio.sleep(_BACKOFF_S[min(deaths, len(_BACKOFF_S) - 1)])
-            try:
-                await child.start()
-            except (ChildFailed, ConfigError) as error:
-                deaths += 1
-                self._report(error.message)
-            else:
-                self._report(f"{_name(child)} is ready")
-                self._on_change()
-                return
+            await self._insist(child.start, f"{child.spec.label} did not start", deaths)
+            self._report(f"{_name(child)} is ready")
+            self._changed()
 
     async def _keep_nats(self) -> None:
         while True:
-            await _exit_of(self._nats.pid)
+            await self._insist(lambda: _exit_of(self._nats.pid), "nats-server is not watched")
             self._report("nats-server has died; it is started again")
-            self._nats.kill()
+            await self._insist(self._restart_nats, "nats-server did not start")
+
+    async def _restart_nats(self) -> None:
+        self._nats.kill()
+        self._nats.start()
+
+    async def _insist(
+        self, attempt: Callable[[], Awaitable[object]], failure: str, num_failures: int = 0
+    ) -> None:
+        """Returns once ``attempt`` has succeeded. Whatever it raises is reported and tried again:
+        a keeper that ended by it would leave its process dead for good, without a word."""
+        while True:
             try:
-                self._nats.start()
+                await attempt()
+                return
             except BatonError as error:
                 self._report(error.message)
-                return
+            except Exception as error:  # noqa: BLE001
+                self._report(f"{failure}: {error!r}")
+            await asyncio.sleep(_pause_s(num_failures))
+            num_failures += 1
+
+    def _changed(self) -> None:
+        try:
+            self._on_change()
+        except OSError as error:
+            self._report(f"other commands are not told of it: {error}")
+
+
+def _pause_s(num_failures: int) -> float:
+    return _BACKOFF_S[min(num_failures, len(_BACKOFF_S) - 1)]
 
 
 async def _cancelled(tasks: Sequence[asyncio.Task[None] | None]) -> None:

@@ -55,6 +55,9 @@ _MAX_HANDLERS = 256
 _PENDING_BYTES = 8 << 20
 _RECONNECT_S = (0.2, 0.5)
 _WATCH_S = 0.2
+# For so long a queue that was seen whole is taken to be so. A stream whose consumer was lost or
+# never made takes jobs that nobody can fetch, and no error says so.
+_QUEUE_IS_KNOWN_S = 10.0
 _STREAM_DIFFERS = 10058
 
 
@@ -75,6 +78,7 @@ class NatsBus:
         self._puller: JetStreamContext.PullSubscription | None = None
         self._fetching: asyncio.Task[Msg | None] | None = None
         self._max_age_s: float | None = None
+        self._queue_known_until_s = 0.0
         self._errors: Counter[str] = Counter()
 
     @classmethod
@@ -187,7 +191,7 @@ class NatsBus:
     async def ensure_job_queue(self, max_age_s: float) -> None:
         self._max_age_s = max_age_s
         self._need_link()
-        await mapped(self._create_job_queue(max_age_s))
+        await mapped(self._ensure_job_queue(max_age_s))
 
     async def publish_job(
         self, data: bytes, message_id: str, headers: Mapping[str, str] | None = None
@@ -214,7 +218,16 @@ class NatsBus:
                 return self._job(msg)
         return None
 
+    async def _ensure_job_queue(self, max_age_s: float) -> None:
+        """Goes on to its end, or the end of its time, without a caller that leaves: it would
+        otherwise be cut in two, between the stream and its consumer."""
+        task = asyncio.create_task(self._create_job_queue(max_age_s), name="job queue")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await asyncio.shield(task)
+
     async def _create_job_queue(self, max_age_s: float) -> None:
+        self._queue_known_until_s = 0.0
         stream = api.StreamConfig(
             name=JOB_STREAM,
             subjects=[JOB_SUBJECT],
@@ -230,14 +243,17 @@ class NatsBus:
             ack_policy=api.AckPolicy.EXPLICIT,
             ack_wait=_ACK_WAIT_S,
         )
-        while True:
-            try:
-                await self._create_stream(stream)
-                await self._stream.add_consumer(JOB_STREAM, consumer)
-                return
-            except (nats.js.errors.ServiceUnavailableError, nats.errors.NoRespondersError):
-                # JetStream of a server that has just started.
-                await asyncio.sleep(_RETRY_S)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CALL_S):
+            while True:
+                try:
+                    await self._create_stream(stream)
+                    await self._stream.add_consumer(JOB_STREAM, consumer)
+                    self._queue_known_until_s = loop.time() + _QUEUE_IS_KNOWN_S
+                    return
+                except (nats.js.errors.ServiceUnavailableError, nats.errors.NoRespondersError):
+                    # JetStream of a server that has just started.
+                    await asyncio.sleep(_RETRY_S)
 
     async def _create_stream(self, config: api.StreamConfig) -> None:
         try:
@@ -248,13 +264,16 @@ class NatsBus:
                 raise
 
     async def _publish_job(self, data: bytes, headers: dict[str, str]) -> None:
+        known = asyncio.get_running_loop().time() < self._queue_known_until_s
+        if self._max_age_s is not None and not known:
+            await self._ensure_job_queue(self._max_age_s)
         try:
             await self._stream.publish(JOB_SUBJECT, data, timeout=CALL_S, headers=headers)
         except nats.js.errors.NoStreamResponseError:
             # The server has lost its memory and our reconnect callback has not run yet.
             if self._max_age_s is None:
                 raise
-            await self._create_job_queue(self._max_age_s)
+            await self._ensure_job_queue(self._max_age_s)
             await self._stream.publish(JOB_SUBJECT, data, timeout=CALL_S, headers=headers)
 
     async def _fetch(self, timeout_s: float) -> Msg | None:
@@ -310,6 +329,7 @@ class NatsBus:
                 await dispose(client)
                 raise
             self._client, self._stream, self._puller = client, client.jetstream(), None
+            self._queue_known_until_s = 0.0
             self._connected_since = asyncio.get_running_loop().time()
             self._link_up.set()
             return

@@ -189,16 +189,22 @@ class Exports:
     # ------------------------------------------------------------ inside
 
     def _ended(self, on_end: OnEnd, end: LeaseEnd) -> None:
+        """The blocks go back to the pool whatever becomes of the transport."""
+        try:
+            self._close_way(end)
+        finally:
+            if self._table.next_expiry_s() is None:
+                self._some.clear()
+                self._none.set()
+            on_end(end)
+
+    def _close_way(self, end: LeaseEnd) -> None:
         transport = self._transport_of.pop(end.lease_id, None)
         if transport is not None:
-            self._exporters[transport].revoke(end.lease_id)
             if end.state is LeaseState.SETTLED:
                 self._num_blocks[transport] += len(end.claimed)
                 self._num_bytes[transport] += len(end.claimed) * self._pool.layout.block_bytes
-        if self._table.next_expiry_s() is None:
-            self._some.clear()
-            self._none.set()
-        on_end(end)
+            self._exporters[transport].revoke(end.lease_id)
 
     async def _expire(self) -> None:
         """Ends leases as they run out. All leases are equally long, so none offered later than

@@ -16,6 +16,7 @@ been handed in. Until then an overdue lease still answers: nothing was reused un
 """
 
 import hmac
+import logging
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from common.types import BlockRef, Epoch, Offer, WorkerId
+
+log = logging.getLogger(__name__)
 
 SECRET_BYTES = 16
 LEASE_ID_BYTES = 16
@@ -161,7 +164,8 @@ class LeaseTable:
     def offer(
         self, blocks: Sequence[BlockRef], attempt: int, on_end: Callable[[LeaseEnd], None]
     ) -> LeaseGrant:
-        """Holds ``blocks`` until the lease ends; ``on_end`` is then called, exactly once."""
+        """Holds ``blocks`` until the lease ends; ``on_end`` is then called, exactly once. What it
+        raises is logged: the lease has ended all the same, and others are due behind it."""
         now = self._clock()
         lease = _Lease(
             lease_id=self._random_bytes(LEASE_ID_BYTES).hex(),
@@ -301,7 +305,10 @@ class LeaseTable:
         self._ended[lease.lease_id] = _Ended(lease.secret, lease.attempt, state)
         if len(self._ended) > NUM_REMEMBERED:
             self._ended.popitem(last=False)
-        lease.on_end(LeaseEnd(lease.lease_id, state, lease.blocks, lease.claimed))
+        try:
+            lease.on_end(LeaseEnd(lease.lease_id, state, lease.blocks, lease.claimed))
+        except Exception:
+            log.exception("the end of a lease was not taken note of")
 
 
 def _are_distinct_indices(indices: Sequence[int], length: int) -> bool:

@@ -2,7 +2,8 @@
 
 A link is opened at the first fetch from a worker's epoch (Hello, layout compared, transport
 chosen, pool opened) and dropped when the worker is lost or nothing was fetched for a while: the
-mapping of a dead worker's pool would otherwise keep its memory.
+mapping of a dead worker's pool would otherwise keep its memory. Where a worker fell silent in
+a fetch, the next one opens another link: its Hello, not the transfer thread, waits for an answer.
 """
 
 import asyncio
@@ -14,7 +15,15 @@ from typing import Protocol
 
 from common.errors import LeaseRefused, PeerLost
 from common.types import Epoch, KVLayout, Offer, WorkerId
-from kv_transfer.base import HostIdentity, KVImporter, Peer
+from kv_transfer.base import (
+    BlockCopy,
+    CancelFlag,
+    FetchResult,
+    HostIdentity,
+    KVImporter,
+    LeaseProof,
+    Peer,
+)
 from kv_transfer.layout import require_compatible
 from kv_transfer.lease import LeaseKey, LeaseVerdict
 from kv_transfer.registry import Choice, choose
@@ -46,6 +55,34 @@ class KVControl(Protocol):
         """Nothing more is asked there for now: close the connection."""
 
 
+class LinkImporter:
+    """An importer as one link uses it, on the transfer thread. Fetches that wait there behind one
+    in which the peer fell silent end at once: each would bear the same silence again, and hold up
+    the hand-offs from all others."""
+
+    def __init__(self, importer: KVImporter) -> None:
+        self._importer = importer
+        self.silent = False
+
+    def fetch(
+        self, peer: Peer, proof: LeaseProof, copies: Sequence[BlockCopy], cancel: CancelFlag
+    ) -> FetchResult:
+        """As `KVImporter.fetch`."""
+        if self.silent:
+            raise PeerLost("an exporter fell silent in a fetch before this one")
+        try:
+            return self._importer.fetch(peer, proof, copies, cancel)
+        except PeerLost as error:
+            # One that hung up is not lost to others: the lease may have ended, or the connection.
+            if isinstance(error.__cause__, TimeoutError):
+                self.silent = True
+                self._importer.forget(peer.worker_id, peer.epoch)
+            raise
+
+    def forget(self, peer: Peer) -> None:
+        self._importer.forget(peer.worker_id, peer.epoch)
+
+
 @dataclass(slots=True)
 class Link:
     """``num_fetches`` are under way and keep the link open."""
@@ -53,7 +90,7 @@ class Link:
     peer: Peer
     endpoint: str
     choice: Choice
-    importer: KVImporter
+    importer: LinkImporter
     last_used_s: float
     num_fetches: int = 0
 
@@ -94,7 +131,7 @@ class Links:
         """The way to the offer's worker in its epoch, opened once whoever asks first. Raises
         PeerLost, LayoutMismatch, or LeaseRefused where another epoch answers."""
         name = (offer.worker_id, offer.epoch)
-        if name not in self._opening:
+        if name not in self._opening or _fell_silent(self._opening[name]):
             self._opening[name] = asyncio.create_task(self._open(offer), name="kv-connect")
         task = self._opening[name]
         # Waited for, not awaited: a caller that is cancelled leaves it to the others.
@@ -115,8 +152,7 @@ class Links:
         link.last_used_s = self._clock()
 
     def open_links(self) -> list[Link]:
-        done = (task for task in self._opening.values() if task.done() and not task.cancelled())
-        return [task.result() for task in done if task.exception() is None]
+        return [task.result() for task in self._opening.values() if _is_open(task)]
 
     async def forget(self, worker_id: WorkerId, epoch: Epoch) -> None:
         """Drops the mapping and the connections of a worker that nobody fetches from."""
@@ -124,7 +160,7 @@ class Links:
             named = (link.peer.worker_id, link.peer.epoch) == (worker_id, epoch)
             if named and not link.num_fetches:
                 del self._opening[worker_id, epoch]
-                call = partial(link.importer.forget, worker_id, epoch)
+                call = partial(link.importer.forget, link.peer)
                 await asyncio.wrap_future(self._transfers.submit(call))
                 await self._control.forget(link.endpoint)
 
@@ -136,7 +172,7 @@ class Links:
         call = partial(choose, self._importers, peer, same_host=host.shares_memory_with(self._host))
         choice = await asyncio.wrap_future(self._transfers.submit(call))
         log.info("KV of %s comes by %s: %s", peer.worker_id, choice.transport, choice.reason)
-        importer = self._importers[choice.transport]
+        importer = LinkImporter(self._importers[choice.transport])
         return Link(peer, offer.endpoint, choice, importer, self._clock())
 
     async def _sweep(self) -> None:
@@ -145,3 +181,11 @@ class Links:
             for link in self.open_links():
                 if self._clock() - link.last_used_s > IDLE_S:
                     await self.forget(link.peer.worker_id, link.peer.epoch)
+
+
+def _is_open(task: asyncio.Task[Link]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _fell_silent(task: asyncio.Task[Link]) -> bool:
+    return _is_open(task) and task.result().importer.silent

@@ -126,6 +126,15 @@ class TcpExporter(KVExporter):
         self._greeting[task] = None
 
     async def _serve(self, stream: Stream) -> None:
+        """Raises nothing: the port serves others."""
+        try:
+            await self._converse(stream)
+        except OSError:
+            pass  # the importer is gone; it comes again if it wants more
+        except Exception:
+            log.exception("a connection to the data port failed")
+
+    async def _converse(self, stream: Stream) -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
@@ -137,8 +146,6 @@ class TcpExporter(KVExporter):
         served.connections.add(task)
         try:
             await self._answer(stream, served)
-        except OSError:
-            pass  # the importer is gone; it comes again if it wants more
         finally:
             served.connections.discard(task)
 

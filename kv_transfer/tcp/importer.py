@@ -54,8 +54,8 @@ class TcpImporter(KVImporter):
         try:
             port = self._resolve(peer)
             self._loop.run_until_complete(dial(self._loop, port)).close()
-        except OSError:
-            raise PeerLost(f"the data port of {peer.worker_id} cannot be reached") from None
+        except OSError as error:
+            raise PeerLost(f"the data port of {peer.worker_id} cannot be reached") from error
         self._ports[peer.worker_id, peer.epoch] = port
 
     def fetch(
@@ -114,8 +114,8 @@ class TcpImporter(KVImporter):
                         go_on(cancel)
                         await self._receive_block(stream, copy)
                         first += 1
-            except TimeoutError:
-                raise PeerLost("an exporter stopped sending") from None
+            except TimeoutError as error:  # the cause tells a link that others need not try
+                raise PeerLost("an exporter stopped sending") from error
             except (OSError, EOFError):
                 num_fruitless = num_fruitless + 1 if first == before else 0
                 if num_fruitless > MAX_FRUITLESS_TRIES:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from common.types import BlockRef
+from kv_transfer.base import KVExporter
 from kv_transfer.lease import LeaseKey, LeaseState, LeaseVerdict
 from tests.kv_transfer.rig import HOST, LAYOUT, Rig, open_rig
 
@@ -26,6 +27,48 @@ async def test_time_that_this_process_stood_still_is_not_charged(tmp_path: Path)
         assert rig.ends == []
         await rig.require_no_lease()
         assert rig.ends[0].state is LeaseState.EXPIRED
+
+
+async def test_a_transport_that_cannot_stop_serving_keeps_no_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_rig("tcp", tmp_path, lease_s=0.2) as rig:
+        (exporter,) = rig.exports._exporters.values()
+        num_raised = break_once(exporter, monkeypatch)
+        for block in range(3):
+            key = LeaseKey.of(await rig.offer([block]))
+            assert rig.exports.claim(key, "d-1", [0], "tcp") is LeaseVerdict.OK
+        await rig.require_no_lease()
+        assert num_raised == [1]
+        assert sorted(end.blocks[0].block_id for end in rig.ends) == [0, 1, 2]
+        await rig.offer([3])
+        await rig.require_no_lease()
+        assert [end.state for end in rig.ends] == [LeaseState.EXPIRED] * 4
+
+
+async def test_a_settled_copy_is_good_whatever_the_transport_says_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_rig("tcp", tmp_path) as rig:
+        (exporter,) = rig.exports._exporters.values()
+        break_once(exporter, monkeypatch)
+        await _hand_over(rig)
+        assert [end.state for end in rig.ends] == [LeaseState.SETTLED]
+        assert rig.exports.statistics().num_blocks == {"tcp": 1}
+
+
+def break_once(exporter: KVExporter, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Its next ``revoke`` does its work and raises; the list then holds how often it did."""
+    num_raised, revoke = [0], exporter.revoke
+
+    def broken(lease_id: str) -> None:
+        revoke(lease_id)
+        if not num_raised[0]:
+            num_raised[0] = 1
+            raise RuntimeError("Event loop is closed")
+
+    monkeypatch.setattr(exporter, "revoke", broken)
+    return num_raised
 
 
 async def test_leaving_gives_all_blocks_back(tmp_path: Path) -> None:

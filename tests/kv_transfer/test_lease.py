@@ -125,6 +125,21 @@ def test_leaving_releases_all(table: LeaseTable) -> None:
     assert [h.ends[0].state for h in held] == [LeaseState.RELEASED] * 3
 
 
+def test_an_end_that_raises_keeps_no_other_lease(table: LeaseTable, clock: Clock) -> None:
+    def broken(end: LeaseEnd) -> None:
+        raise RuntimeError("on_end is broken")
+
+    table.offer(BLOCKS, 1, broken)
+    held = Held(table)
+    clock.now += 10.0
+    assert table.expire_due() == 2
+    assert held.ends[0].state is LeaseState.EXPIRED
+    table.offer(BLOCKS, 1, broken)
+    held = Held(table)
+    table.release_all()
+    assert held.ends[0].state is LeaseState.RELEASED
+
+
 def test_secrets_do_not_show(table: LeaseTable) -> None:
     held = Held(table)
     secret = held.key.secret

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.lease import LeaseKey
+from common.types import BlockRef
+from kv_transfer.base import LeaseProof
+from kv_transfer.lease import LeaseKey, LeaseVerdict
 from kv_transfer.tcp import exporter, frames
 from kv_transfer.tcp.stream import accepted
-from tests.kv_transfer.rig import LAYOUT, moves, open_rig
+from tests.kv_transfer.rig import LAYOUT, NUM_BLOCKS, moves, open_rig
 from tests.kv_transfer.stranger import (
     CLAIMED,
     Stranger,
@@ -155,6 +157,32 @@ async def test_slow_strangers_are_few_and_short(
         assert await asyncio.to_thread(leave) == [b""] * 12
         assert time.monotonic() - start < 1.5
         assert rig.exports.statistics().num_strangers == 12
+
+
+async def test_a_connection_that_fails_ends_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of its claim one block is outside the pool, which nobody foresaw; another is under way."""
+    async with open_rig("tcp", tmp_path) as rig:
+        (port,) = rig.exports._exporters.values()
+        key = await claimed(rig)
+        port.send(LeaseProof(key.lease_id, key.secret), [BlockRef(NUM_BLOCKS, 7)])
+        other, address = await claimed(rig), address_of(rig)
+
+        def talk() -> bytes:
+            with contextlib.closing(Stranger(address)) as stranger:
+                stranger.say(frame_of(other))
+                stranger.hear(frames.ANSWER.size)
+                with contextlib.closing(Stranger(address)) as broken:
+                    broken.say(frame_of(key) + frames.ASK.pack(0, 1))
+                    assert broken.hear() == frames.ANSWER.pack(1, LAYOUT.block_bytes)
+                stranger.say(frames.ASK.pack(0, 1))
+                return stranger.hear(LAYOUT.block_bytes)
+
+        assert await asyncio.to_thread(talk) == rig.exporter_pool.rows[5].tobytes()
+        assert "a connection to the data port failed" in caplog.text
+        await rig.imports.fetch(await rig.offer([1]), moves({0: 2}))
+        assert rig.exports.release(key) is LeaseVerdict.OK
 
 
 async def test_hanging_up_without_a_word_is_not_strange(tmp_path: Path) -> None:

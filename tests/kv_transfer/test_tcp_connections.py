@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,75 @@ async def test_silence_is_a_lost_peer(tmp_path: Path, monkeypatch: pytest.Monkey
         async with asyncio.timeout(2):
             with pytest.raises(PeerLost):
                 await rig.imports.fetch(await rig.offer([1]), moves({0: 2}))
+
+
+async def test_a_silent_peer_holds_up_the_others_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four fetches from it, and one from another exporter behind them on the transfer thread."""
+    monkeypatch.setattr(frames, "STALL_S", 1.5)
+    (tmp_path / "good").mkdir()
+    async with (
+        open_rig("tcp", tmp_path) as rig,
+        open_rig("tcp", tmp_path / "good", epoch=99) as good,
+        Proxy(address_of(rig), [None, *["stall"] * 4]) as proxy,
+    ):
+        await _through(rig, proxy, monkeypatch)
+        rig.endpoints["good:1"] = good.exports
+        offers = [await rig.offer([block]) for block in range(4)]
+        silent = [asyncio.create_task(rig.imports.fetch(o, moves({0: 2}))) for o in offers]
+        async with asyncio.timeout(5):
+            while proxy.num_connections < 2 or rig.exports.statistics().leases.claimed < 4:
+                await asyncio.sleep(0.01)
+        begin = asyncio.get_running_loop().time()
+        offer = replace(await good.offer([7]), endpoint="good:1")
+        await rig.imports.fetch(offer, moves({0: 8}))
+        assert asyncio.get_running_loop().time() - begin < 1.5 * frames.STALL_S
+        assert (rig.importer_pool.rows[8] == good.exporter_pool.rows[7]).all()
+        errors = await asyncio.gather(*silent, return_exceptions=True)
+        assert [type(error) for error in errors] == [PeerLost] * 4
+        assert proxy.num_connections == 2
+        # It speaks again, and is greeted and dialled again.
+        proxy._cut_after = iter([None, None])
+        await rig.imports.fetch(await rig.offer([5]), moves({0: 9}))
+        assert (rig.importer_pool.rows[9] == rig.exporter_pool.rows[5]).all()
+        assert proxy.num_connections == 4
+
+
+async def test_who_speaks_again_is_fetched_from_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while a fetch that found it silent has not yet left the link."""
+    monkeypatch.setattr(frames, "STALL_S", 0.3)
+    async with (
+        open_rig("tcp", tmp_path) as rig,
+        Proxy(address_of(rig), [None, "stall", None, None]) as proxy,
+    ):
+        await _through(rig, proxy, monkeypatch)
+        lingering = await rig.imports._links.use(await rig.offer([0]))
+        with pytest.raises(PeerLost):
+            await rig.imports.fetch(await rig.offer([1]), moves({0: 2}))
+        await rig.imports.fetch(await rig.offer([5]), moves({0: 9}))
+        assert (rig.importer_pool.rows[9] == rig.exporter_pool.rows[5]).all()
+        rig.imports._links.unuse(lingering)
+
+
+async def test_a_lease_that_ended_in_the_queue_takes_no_other_with_it(tmp_path: Path) -> None:
+    async with open_rig("tcp", tmp_path) as rig:
+        offers = [await rig.offer([block]) for block in range(3)]
+        failpoints.arm("decode.copy_block=sleep:0.3@1")
+        fetching = [
+            asyncio.create_task(rig.imports.fetch(offer, moves({0: block})))
+            for block, offer in enumerate(offers)
+        ]
+        while rig.exports.statistics().leases.claimed < 3:
+            await asyncio.sleep(0.01)
+        rig.exports.release(LeaseKey.of(offers[1]))
+        first, ended, last = await asyncio.gather(*fetching, return_exceptions=True)
+        assert isinstance(ended, PeerLost | LeaseRefused)
+        for result in (first, last):
+            assert not isinstance(result, BaseException), result
+    failpoints.arm("")
 
 
 async def test_a_lease_released_in_mid_copy_hangs_up(tmp_path: Path) -> None:
