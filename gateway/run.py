@@ -157,6 +157,7 @@ class Run:
                 self._arrived = arrival
             else:
                 self._arrived.extend(arrival)
+        self._changed.set()
 
     async def wait_change(self) -> None:
         """Returns once anything was heard; raises AttemptLost when the attempt is lost and every

@@ -1,5 +1,6 @@
 """Bugs to plant: each takes away one guard of the protocol."""
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ from engine.engine import Engine
 from gateway import prefill_dispatch
 from gateway.attempt import Attempt
 from gateway.prefill_dispatch import PrefillDispatch
-from gateway.run import Run
+from gateway.run import Arrival, Run
 from gateway.sequence_state import sequence_state
 
 
@@ -75,6 +76,18 @@ def a_lost_attempt_is_not_retried(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Attempt, "lose", lambda self, lost: None)
 
 
+def tokens_wake_nobody(patch: pytest.MonkeyPatch) -> None:
+    """They are found when something else wakes their request."""
+    receive = Run.receive
+
+    def quiet(self: Run, arrival: Arrival) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        receive(self, arrival)
+        self._changed = changed
+
+    patch.setattr(Run, "receive", quiet)
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     plant.__name__: plant
     for plant in (
@@ -84,5 +97,6 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
         promises_not_given_back,
         freed_under_a_copy,
         a_lost_attempt_is_not_retried,
+        tokens_wake_nobody,
     )
 }
