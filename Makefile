@@ -59,11 +59,11 @@ test: install $(OLD_TRITON)/.installed
 
 # What `make test` ran of the rows of docs/reliability.md runs four times more.
 test-full: install
+	$(PYTEST) -m "full and not gpu" tests/sim
 	$(PYTEST) -m "full and not gpu" -n 2 --ignore tests/sim
 	for run in 2 3 4 5; do \
 		$(PYTEST) -m "fault and not full and not gpu" -n 2 --ignore tests/sim || exit 1; \
 	done
-	$(PYTEST) -m "full and not gpu" tests/sim
 
 # A machine with a GPU needs no install: `python -m bench.gpu_check` with torch and triton will do.
 gpu-check: install
