@@ -21,7 +21,7 @@ from common.wire import supervisor_grpc
 
 _TIMEOUT_S = 10.0
 # Spans are sent in batches: a trace asked for at once may lack its last ones.
-_SETTLE_S = 1.0
+_SETTLE_S, _NUM_LOOKS = 0.5, 6
 
 
 # Attributes for other tools, of which the tree shows the value under another name.
@@ -71,13 +71,15 @@ async def _fetch(id_: str) -> tuple[str, list[TraceSpan]]:
     token = read_secret(Path(state.token_file), "token_file")
     channel = rpc.make_internal_channel(state.supervisor, token)
     try:
-        response = await _get(channel, id_)
-        if not _complete(spans_of(response.resource_spans)):
-            await asyncio.sleep(_SETTLE_S)
+        for look in range(_NUM_LOOKS):
+            await asyncio.sleep(_SETTLE_S if look else 0.0)
             response = await _get(channel, id_)
+            spans = spans_of(response.resource_spans)
+            if _complete(spans):
+                break
     finally:
         await channel.close()
-    return response.trace_id, spans_of(response.resource_spans)
+    return response.trace_id, spans
 
 
 async def _get(channel: aio.Channel, id_: str) -> wire.GetTraceResponse:
@@ -89,8 +91,14 @@ async def _get(channel: aio.Channel, id_: str) -> wire.GetTraceResponse:
 
 
 def _complete(spans: list[TraceSpan]) -> bool:
+    """All parents are there, and of each attempt that went well what its decode worker did."""
     known = {span.span_id for span in spans}
-    return all(not span.parent_id or span.parent_id in known for span in spans)
+    decoded = {span.parent_id for span in spans if span.name == "decode"}
+    return all(not span.parent_id or span.parent_id in known for span in spans) and all(
+        span.span_id in decoded
+        for span in spans
+        if "baton.decode_worker" in span.attributes and span.status != "error"
+    )
 
 
 def _label(span: TraceSpan, start_ns: int) -> Text:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,15 @@ async def test_only_the_runs_token_opens_it(run: RunDir) -> None:
     run.token_file.write_text("another")
     with pytest.raises(Unauthenticated):
         await command._fetch("r1")
+
+
+async def test_what_a_decode_worker_sends_late_is_waited_for(run: RunDir) -> None:
+    _, spans = await command._fetch("r1")
+    assert command._complete(spans)
+    (attempt,) = (span for span in spans if span.name == "attempt")
+    named = replace(attempt, attributes={**attempt.attributes, "baton.decode_worker": "d1"})
+    others = [span for span in spans if span.name != "attempt"]
+    assert command._complete([named, *others])
+    assert not command._complete([named, *(s for s in others if s.name != "decode")])
+    root = [span for span in others if span.name == "request"]
+    assert command._complete([replace(named, status="error"), *root])

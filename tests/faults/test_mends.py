@@ -4,24 +4,20 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from common.bus import Message
-from common.errors import PeerLost
 from common.nats_bus import NatsBus
 from common.nats_server import NatsServer
 from common.wire import worker as wire
 from gateway.app import InternalChannels
 from gateway.offers import OfferKeeper
 from gateway.registry import WorkerRegistry
-from kv_transfer.lease import LeaseKey, LeaseState, LeaseVerdict
+from kv_transfer.lease import LeaseKey, LeaseVerdict
 from kv_transfer.renewal import Renewer
 from tests.gateway.test_books import report
-from tests.kv_transfer.rig import moves
-from tests.kv_transfer.test_control import served
 
 
 class Offers:
@@ -30,12 +26,13 @@ class Offers:
     def __init__(self) -> None:
         self.num_renewals = 0
 
-    async def renew(self, offer: wire.Offer) -> None:
+    async def renew(self, offer: wire.Offer) -> bool:
         self.num_renewals += 1
+        return True
 
     async def release(self, offer: wire.Offer) -> None: ...
 
-    def forget(self, endpoint: str) -> None: ...
+    def keep(self, endpoints: object) -> None: ...
 
 
 async def test_a_lease_of_no_time_is_not_renewed_without_pause() -> None:
@@ -160,21 +157,3 @@ async def test_channels_to_workers_that_are_gone_are_closed() -> None:
     assert not channels._channels
     await channels.close()
     assert not channels._closing
-
-
-async def test_nor_does_a_release_leave_a_channel_behind(tmp_path: Path) -> None:
-    """Each restart of a prefill worker left one in each decode worker."""
-    async with served(tmp_path) as it:
-        offer = await it.rig.offer([1])
-        gone = replace(offer, endpoint="127.0.0.1:1")
-        with pytest.raises(PeerLost):
-            await it.imports.fetch(gone, moves({0: 3}))
-        await it.imports.release(gone)
-        assert not it.control._channels
-        # Nor one that is answered, of an offer that was never to be fetched.
-        await it.imports.release(offer)
-        assert [end.state for end in it.rig.ends] == [LeaseState.RELEASED]
-        assert not it.control._channels
-        await it.imports.fetch(await it.rig.offer([1]), moves({0: 3}))
-        await it.imports.release(await it.rig.offer([1]))
-        assert it.control._channels.keys() == {it.endpoint}, "the link's own stays"

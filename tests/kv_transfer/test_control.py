@@ -208,3 +208,21 @@ async def test_a_way_that_could_not_be_opened_for_any_reason_is_tried_anew(
             await it.imports.fetch(await it.rig.offer([4]), moves({0: 3}))
         monkeypatch.undo()
         assert (await it.imports.fetch(await it.rig.offer([4]), moves({0: 3}))).num_blocks == 1
+
+
+async def test_nor_does_a_release_leave_a_channel_behind(tmp_path: Path) -> None:
+    """Each restart of a prefill worker left one in each decode worker."""
+    async with served(tmp_path) as it:
+        offer = await it.rig.offer([1])
+        gone = replace(offer, endpoint="127.0.0.1:1")
+        with pytest.raises(PeerLost):
+            await it.imports.fetch(gone, moves({0: 3}))
+        await it.imports.release(gone)
+        assert not it.control._channels
+        # Nor one that is answered, of an offer that was never to be fetched.
+        await it.imports.release(offer)
+        assert [end.state for end in it.rig.ends] == [LeaseState.RELEASED]
+        assert not it.control._channels
+        await it.imports.fetch(await it.rig.offer([1]), moves({0: 3}))
+        await it.imports.release(await it.rig.offer([1]))
+        assert it.control._channels.keys() == {it.endpoint}, "the link's own stays"
