@@ -108,6 +108,7 @@ async def churn(
         ] == load.ends["refused"]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180)
 async def test_a_prefill_and_a_decode_worker_come_and_go(tmp_path: Path) -> None:
     await churn(tmp_path, num_clients=16, num_visits=2, every_s=3.0, stay_s=3.0)

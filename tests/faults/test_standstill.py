@@ -29,6 +29,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         yield cluster
 
 
+@pytest.mark.full
 @pytest.mark.fault("F6", "F14")
 async def test_a_gateway_that_stood_still_twice_has_lost_no_request(cluster: Cluster) -> None:
     """Two owners that died would end it; here nobody died."""

@@ -83,7 +83,7 @@ def test_goldens_are_of_this_model() -> None:
     assert max(len(golden["prompt_ids"]) for golden in content["goldens"]) >= 1500
 
 
-@pytest.mark.parametrize("kernels", ["numba", "torch"])
+@pytest.mark.parametrize("kernels", ["numba", pytest.param("torch", marks=pytest.mark.full)])
 def test_quick_goldens_at_once_in_small_chunks(kernels: str) -> None:
     SmolLM2(kernels, max_num_batched_tokens=24).compare(load_goldens(QUICK))
 
