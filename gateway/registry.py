@@ -161,8 +161,10 @@ class WorkerRegistry:
     def _check_owned(self, report: wire.WorkerReport) -> None:
         owned = {(item.request_id, item.attempt) for item in report.load.owned}
         orphans = []
+        # A report that was made before the grant may come after it, and twice.
+        known_s = self.clock() - self.worker_timeout_s
         for key, granted in self._granted.items():
-            if granted.worker_id != report.worker_id:
+            if granted.worker_id != report.worker_id or granted.since_s > known_s:
                 continue
             granted.num_missed = 0 if key in owned else granted.num_missed + 1
             if granted.num_missed >= 2:

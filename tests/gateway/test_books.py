@@ -209,9 +209,14 @@ def test_a_standstill_of_our_own_is_no_silence_of_others() -> None:
 
 
 def test_granted_work_missing_in_two_reports_in_a_row_has_no_owner() -> None:
-    registry, _, orphans = make_registry(Clock())
+    clock = Clock()
+    registry, _, orphans = make_registry(clock)
     registry.report(report())
     registry.granted("r", 1, "p1", num_tokens=3)
+    for clock.now in (0.1, 0.2, 2.9):
+        registry.report(report())
+    assert orphans == [], "those may be older than the grant"
+    clock.now = 3.0
     owned = report()
     owned.load.owned.add(request_id="r", attempt=1)
     for message in (report(), owned, report()):
