@@ -12,7 +12,7 @@ import prefill_worker.intake
 from common import failpoints
 from common.nats_server import NatsServer
 from common.wire import worker as wire
-from decode_worker.promises import Promises
+from decode_worker.reservations import Reservations
 from decode_worker.running import Running
 from decode_worker.sequences import SequenceTable
 from decode_worker.spans import SequenceSpans
@@ -109,7 +109,7 @@ async def test_a_start_that_meets_a_bug_ends_its_own_sequence(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(failpoints, "decode.before_grant"), (Promises, "grant")]
+    ("owner", "name"), [(failpoints, "decode.before_grant"), (Reservations, "reserve")]
 )
 async def test_a_reserve_that_meets_a_bug_is_refused(
     pair: Pair, stream: Stream, plant: Plant, owner: object, name: str
