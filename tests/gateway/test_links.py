@@ -135,6 +135,7 @@ async def test_tokens_that_cannot_be_read_end_only_their_own_attempt() -> None:
     good_run, good = started(pool, "good")
     link = pool.links["d1"]
     unknown = wire.SequenceTokens(request_id="bad", attempt=1, token_ids=[1])
+    assert 77 not in inference.FinishReason.values()
     unknown.finish_reason = 77  # type: ignore[assignment]
     tokens = wire.SequenceTokens(request_id="good", attempt=1, token_ids=[5])
     link._on_message(wire.StreamResponse(step_tokens=wire.StepTokens(sequences=[unknown, tokens])))
@@ -167,8 +168,3 @@ async def test_an_offer_is_renewed_until_it_is_not_ours() -> None:
     async with OfferKeeper(exporter).kept(wire.Offer(lease_ms=300)):
         await asyncio.sleep(0.7)
     assert exporter.num_calls == 2
-
-
-def test_reasons_are_known() -> None:
-    """77, above, is not one."""
-    assert 77 not in inference.FinishReason.values()
