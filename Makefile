@@ -36,33 +36,40 @@ check: install
 	$(BIN)/python -m pytest -q tests/deploy/test_manifests.py
 	$(BIN)/python tests/faults/forbidden.py
 
-# One process takes all tests of a file, which share what they started. The simulation takes
-# every core by itself; all else runs side by side.
+# One process takes all tests of a file, which share what they started.
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations 20
+# These wait more than they compute: four at a time on two cores, all others two at a time. The
+# simulation takes every core by itself.
+WAITING := $(addprefix tests/,common gateway kv_transfer worker)
+COMPILED := tests/kernels/test_compiled.py::test_what_is_compiled
+OTHERS := $(WAITING:%=--ignore %) --ignore tests/sim --deselect '$(COMPILED)[core]'
+QUICK := -m "not full and not gpu"
+FULL := -m "full and not gpu"
+
+test: install
+	$(PYTEST) $(QUICK) -n 4 $(WAITING)
+	$(PYTEST) $(QUICK) -n 2 $(OTHERS)
+	$(PYTEST) $(QUICK) tests/sim
 
 # The oldest Triton that we run with, beside the one of constraints.txt. Its interpreter wants an
 # older numpy, and even of that it uses what is deprecated.
 OLD_TRITON := .venv/triton-3.6
-COMPILED := tests/kernels/test_compiled.py::test_what_is_compiled
 KERNELS := paged_attention small_kernels sampling_kernel large_pools compiled
 
 $(OLD_TRITON)/.installed: $(STAMP)
 	$(BIN)/python -m pip install --no-deps --target $(OLD_TRITON) triton==3.6.0 numpy==2.3.5
 	touch $@
 
-test: install $(OLD_TRITON)/.installed
-	$(PYTEST) -m "not full and not gpu" -n 2 --ignore tests/sim --deselect '$(COMPILED)[core]'
-	PYTHONPATH=$(OLD_TRITON) $(PYTEST) -m "not full and not gpu" -n 2 -k "not compiled or core" \
+# What `make test` ran of the rows of docs/reliability.md runs four times more.
+test-full: install $(OLD_TRITON)/.installed
+	$(PYTEST) $(FULL) tests/sim
+	$(PYTEST) $(FULL) -n 2 --ignore tests/sim
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) $(QUICK) -n 2 -k "not compiled or core" \
 		-W "ignore:Conversion of an array:DeprecationWarning" \
 		$(KERNELS:%=tests/kernels/test_%.py)
-	$(PYTEST) -m "not full and not gpu" tests/sim
-
-# What `make test` ran of the rows of docs/reliability.md runs four times more.
-test-full: install
-	$(PYTEST) -m "full and not gpu" tests/sim
-	$(PYTEST) -m "full and not gpu" -n 2 --ignore tests/sim
 	for run in 2 3 4 5; do \
-		$(PYTEST) -m "fault and not full and not gpu" -n 2 --ignore tests/sim || exit 1; \
+		$(PYTEST) -m "fault and not full and not gpu" -n 4 $(WAITING) && \
+		$(PYTEST) -m "fault and not full and not gpu" -n 2 $(OTHERS) || exit 1; \
 	done
 
 # A machine with a GPU needs no install: `python -m bench.gpu_check` with torch and triton will do.

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from common.ready import spare_collections
+from common.ready import make_collections_rare, make_collections_short
 from common.types import SamplingParams, SequenceId, SequenceSpec
 from engine.batch import Batch
 from engine.block_pool import BlockPool
@@ -119,7 +119,8 @@ def measure(num_sequences: int, context: int, num_steps: int) -> dict[str, list[
         engine.add(SequenceSpec(SequenceId(number), "", 1, prompt, (), params))
     while not all(s.num_output for s in engine._sequences.values()):
         engine.step()
-    spare_collections()  # as a worker does
+    make_collections_rare()  # as a worker does
+    make_collections_short()
     samples: dict[str, list[float]] = {}
     for step in range(WARM_UP + num_steps):
         start_s = time.thread_time()

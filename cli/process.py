@@ -11,6 +11,7 @@ import uvloop
 from cli.models import prepared
 from cli.settings_flags import ConfigFile, with_settings
 from common.config import DecodeSettings, GatewaySettings, PrefillSettings, load
+from common.ready import make_collections_rare
 
 T = TypeVar("T", GatewaySettings, PrefillSettings, DecodeSettings)
 
@@ -43,6 +44,7 @@ def decode(config: ConfigFile = None, **settings: Any) -> None:
 
 
 def _loaded(kind: type[T], flags: dict[str, Any], config: Path | None) -> T:
-    """Settings whose model is prepared."""
+    """Settings whose model is prepared. What comes next imports much."""
+    make_collections_rare()
     settings = load(kind, flags, config)
     return settings.model_copy(update={"model": asyncio.run(prepared(settings.model))})

@@ -1,8 +1,13 @@
 """What holds for the whole suite."""
 
 import os
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+import pytest_asyncio
+from support.cluster import Cluster, baton_up
+from xdist.scheduler import LoadFileScheduling
 
 from cli.kernel_cache import fill_kernel_cache, kernel_cache
 
@@ -21,3 +26,26 @@ def pytest_sessionstart() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (*_LONGEST, item.path.name).index(item.path.name))
+
+
+# Files whose tests share clusters run in one process, or each process would start its own.
+_SHARING = ("tests/http/", "tests/faults/test_abuse_")
+
+
+class _SharingFilesTogether(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        together = (prefix for prefix in _SHARING if nodeid.startswith(prefix))
+        return next(together, super()._split_scope(nodeid))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _SharingFilesTogether:
+    return _SharingFilesTogether(config, log)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def smollm2(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """One prefill and one decode worker with the default model. Only for tests that leave it as
+    it was."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    async with baton_up(folder, model="default", flags=["--num-blocks", "512"]) as cluster:
+        yield cluster

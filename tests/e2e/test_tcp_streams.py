@@ -37,7 +37,7 @@ async def assert_streams_over_tcp(
 
 
 async def test_streams_over_tcp(tmp_path: Path) -> None:
-    await assert_streams_over_tcp(tmp_path, 64, FLAGS, prefill=2, decode=2)
+    await assert_streams_over_tcp(tmp_path, 64, FLAGS)
 
 
 @pytest.mark.full

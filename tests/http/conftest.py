@@ -1,19 +1,10 @@
-"""The clusters that several files of HTTP tests share."""
+"""The cluster that several files of HTTP tests share."""
 
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 from support.cluster import Cluster, baton_up
-
-
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def smollm2(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """One prefill and one decode worker with the default model. Only for tests that leave it as
-    it was."""
-    folder = tmp_path_factory.mktemp("smollm2")
-    async with baton_up(folder, model="default", flags=["--num-blocks", "512"]) as cluster:
-        yield cluster
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

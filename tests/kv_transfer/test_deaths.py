@@ -16,12 +16,17 @@ from tests.kv_transfer.rig import moves, reached
 from tests.kv_transfer.test_memory import run_module, stop
 from tests.kv_transfer.test_processes import EXPECTED, Exporter, importer
 
+# As gloo, by the same code.
+NCCL = pytest.param("nccl", marks=pytest.mark.full)
 NIXL = pytest.param(
     "nixl",
-    marks=pytest.mark.skipif(
-        importlib.util.find_spec("nixl_cu12") is None,
-        reason="the extra baton[nixl] is not installed",
-    ),
+    marks=[
+        pytest.mark.full,
+        pytest.mark.skipif(
+            importlib.util.find_spec("nixl_cu12") is None,
+            reason="the extra baton[nixl] is not installed",
+        ),
+    ],
 )
 BLOCKS = range(8)
 ALL = moves({index: index for index in BLOCKS})
@@ -29,7 +34,7 @@ ALL = moves({index: index for index in BLOCKS})
 SOON_S = 6.0
 
 
-@pytest.mark.parametrize("transport", ["gloo", "nccl", "cuda_ipc", NIXL])
+@pytest.mark.parametrize("transport", ["gloo", NCCL, "cuda_ipc", NIXL])
 async def test_killed_in_mid_copy(transport: str, tmp_path: Path) -> None:
     exporter = Exporter(transport, tmp_path, lease_s=30.0)
     async with importer(transport, tmp_path) as here:

@@ -150,7 +150,7 @@ async def test_a_long_freeze_is_a_lost_peer(served: Served) -> None:
         await here.imports.fetch(served.exporter.offer(5), moves({0: 2}))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.full)])
 @pytest.mark.fault("F2")
 async def test_killed_at_each_point(transport: str, tmp_path: Path) -> None:
     """Never a half block: the fetch ends in PeerLost, quickly. The worker comes back in a new

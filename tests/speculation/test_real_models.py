@@ -45,9 +45,8 @@ def compare(names: Iterable[str], drafts: str, k: int, **config: int) -> TorchRi
     return rig
 
 
-@pytest.mark.parametrize("drafts", ["ngram", "self:10"])
-def test_goldens(drafts: str) -> None:
-    compare(QUICK, drafts, 3)
+def test_goldens() -> None:
+    compare(QUICK, "ngram", 3)
 
 
 def test_the_model_as_its_own_draft_is_accepted() -> None:

@@ -58,7 +58,8 @@ async def test_a_pulled_job_is_asked_for_computed_and_answered(setup: Setup) -> 
     assert len(result.offer.secret) == 16
     accept = setup.gateway.accepts[0]
     assert (accept.worker_id, accept.epoch) == ("prefill-1", 11)
-    assert setup.worker.statistics().engine.blocks.leased == 8
+    # What is known of the engine's thread comes a moment later.
+    await until(lambda: setup.worker.statistics().engine.blocks.leased == 8)
     assert setup.release(result.offer) is LeaseVerdict.OK
     await setup.until_clean()
 
