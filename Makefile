@@ -8,7 +8,7 @@ STAMP := .venv/.installed
 help:
 	@echo "make demo       start 1 prefill + 1 decode worker, ask a real model a question"
 	@echo "make check      lint, types, import layers (under a minute)"
-	@echo "make test       the test suite (about ten minutes on two cores)"
+	@echo "make test       the test suite (nine minutes on two cores)"
 	@echo "make test-full  the long tests, and quick fault rows four times more"
 	@echo "make gpu-check  the GPU path: on a GPU, or what of it a CPU can show"
 	@echo "make soak       hundreds of kills, thousands of cancels: docs/reliability.md (SECONDS=7200)"

@@ -8,6 +8,7 @@ typed error, and never with a wrong token. Every failure names its seed and spec
 
 import asyncio
 import random
+import signal
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -188,7 +189,12 @@ async def test_a_request_that_kills_its_workers_is_poison(
     for process in victims:
         await cluster.arm(process, "prefill.chunk=kill@1")
     (case,) = make_family(5, 1, 12)
-    history = await watch(client, case)
+    # A successor that is soon back would take the request, and kills nobody.
+    cluster.process.send_signal(signal.SIGSTOP)
+    try:
+        history = await watch(client, case)
+    finally:
+        cluster.process.send_signal(signal.SIGCONT)
     assert isinstance(history.refusal, InternalError)
     assert "two workers were lost while they held this request" in str(history.refusal)
     assert not history.token_ids
