@@ -40,7 +40,7 @@ from common.bus import (
     Message,
 )
 from common.nats_calls import CALL_S, headers_of, mapped, need_size, read_credentials
-from common.nats_client import dispose, flush, reason, within
+from common.nats_client import NatsClient, dispose, flush, reason, within
 from common.nats_permissions import inbox_prefix
 from common.tls import TlsFiles
 
@@ -66,7 +66,7 @@ class NatsBus:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
-        self._client = nats.NATS()
+        self._client = NatsClient()
         self._stream: JetStreamContext = self._client.jetstream()
         self._subscriptions: list[tuple[str, Callable[[Msg], Awaitable[None]]]] = []
         self._connected_since: float | None = None
@@ -314,7 +314,7 @@ class NatsBus:
         """Connects a client and subscribes what was subscribed; tries for ever."""
         told = False
         while True:
-            client = nats.NATS()
+            client = NatsClient()
             try:
                 await client.connect(**self._options, error_cb=self._on_error)
                 await self._subscribe_all(client)

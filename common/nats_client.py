@@ -13,6 +13,16 @@ from common.nats_calls import CALL_S
 log = logging.getLogger(__name__)
 
 
+class NatsClient(nats.NATS):  # type: ignore[misc] # nats-py has no types
+    """Forgets what waits to be sent when its connection has failed. nats-py would still write it
+    while it closes, and uvloop refuses a closed transport with an error that nobody catches."""
+
+    async def _process_op_err(self, e: Exception) -> None:
+        self._pending.clear()
+        self._pending_data_size = 0
+        await super()._process_op_err(e)
+
+
 async def flush(client: nats.NATS) -> None:
     """Returns once the server has taken all that ``client`` has sent.
 
@@ -42,7 +52,7 @@ async def within(seconds: float, work: Coroutine[Any, Any, None]) -> None:
     try:
         async with asyncio.timeout(seconds):
             await work
-    except (TimeoutError, nats.errors.Error, OSError) as error:
+    except (TimeoutError, nats.errors.Error, OSError, RuntimeError) as error:  # the last: uvloop's
         log.warning("NATS did not close in order: %s", type(error).__name__)
 
 
