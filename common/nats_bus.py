@@ -224,6 +224,8 @@ class NatsBus:
         task = asyncio.create_task(self._create_job_queue(max_age_s), name="job queue")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # Where the caller has left, an error is nobody's.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.shield(task)
 
     async def _create_job_queue(self, max_age_s: float) -> None:

@@ -1,6 +1,7 @@
 """A job queue of which only the stream is there: jobs go in, and no worker could fetch them."""
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,24 @@ async def test_creation_goes_on_without_its_caller(
         await other.publish_job(b"j", "r:1")
         job = await other.fetch_job(FETCH_S)
         assert job is not None and job.data == b"j"
+
+
+async def test_creation_that_fails_without_its_caller_is_no_traceback(
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream_is_there = asyncio.Event()
+
+    async def fail(*_args: Any, **_kwargs: Any) -> None:
+        stream_is_there.set()
+        await asyncio.sleep(0.1)
+        raise TimeoutError
+
+    monkeypatch.setattr(JetStreamContext, "add_consumer", fail)
+    async with connected(server, "g") as bus:
+        await ensure_and_leave(bus, stream_is_there)
+        await asyncio.sleep(0.3)
+        gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize("how", ["its caller left", "its time was over"])
