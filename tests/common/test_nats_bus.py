@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import uvloop
 
 from common.bus import (
     MAX_MESSAGE_BYTES,
@@ -21,8 +20,6 @@ from common.bus import (
 )
 from common.errors import ConfigError
 from common.nats_bus import MAX_QUEUED_JOBS, NatsBus
-from common.nats_calls import read_credentials
-from common.nats_client import NatsClient, dispose
 from common.nats_server import NatsServer
 
 
@@ -317,25 +314,6 @@ async def test_no_socket_outlives_the_bus(server: NatsServer) -> None:
     await bus.close()
     left = [c for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port == port]
     assert not left, left
-
-
-@pytest.mark.parametrize("end", ["error", "close"])
-def test_a_reset_with_something_to_send_ends_in_order(server: NatsServer, end: str) -> None:
-    """On uvloop, whose closed transports refuse to write."""
-
-    async def reset() -> None:
-        user, password = read_credentials(server.credentials_file("worker"))
-        client = NatsClient()
-        await client.connect(server.url, user=user, password=password, allow_reconnect=False)
-        assert client._transport is not None
-        client._pending, client._pending_data_size = [b"PING\r\n"], 6
-        client._transport._io_writer.transport.abort()
-        if end == "error":
-            await client._process_op_err(ConnectionResetError())
-        await dispose(client)
-        assert client.is_closed
-
-    uvloop.run(reset())
 
 
 async def test_a_short_freeze_changes_nothing(server: NatsServer) -> None:
